@@ -35,7 +35,7 @@ from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
 from .utils.axes import SP
 from .zero import hooks, init_context
-from .zero.along_axis import connect
+from .zero.along_axis import check_axes, connect
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, device_of
 from .zero.closing import close as close
@@ -145,6 +145,7 @@ def _shard(
     for spec in specs:
         spec.counts = axes.counts(spec.distribution)
     check_sharing(model, specs)
+    check_axes(model, axes.lines)
     check_optimizer(optimizer, specs, config.delayed_update is not None)
     device = device_of(specs)
     if axes.size(SP) > 1:

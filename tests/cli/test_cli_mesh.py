@@ -72,6 +72,11 @@ def test_axes_have_names_and_an_order_of_their_own():
         (["--mesh", "pp=2", "--accumulate", "3"], ["--global-batch", "dp x accumulate = 1 x 3 = 3", "try --global-batch 9"]),
         (["--mesh", "pp=2", "--sample-bytes", "20"], ["--sample-bytes", "expected 0 with --mesh dp=1,pp=2,tp=1", "got 20"]),
         (["--mesh", "tp=2", "--tile-max-bytes", "4096"], ["--tile-max-bytes", "cuts weights itself"]),
+        (["--mesh", "sp=3"], ["sp to divide the model's 4 heads", "got sp=3", "sp=2 or sp=4"]),
+        (["--mesh", "sp=2", "--seq", "65"], ["sp to divide the 65 tokens of a sequence (--seq)", "got sp=2"]),
+        (["--preset", "bloom", "--mesh", "sp=2"], ["no sp for a model with ALiBi"]),
+        (["--mesh", "sp=2,tp=2"], ["sp beside dp only", "leave out tp"]),
+        (["--mesh", "dp=2,sp=2", "--ranks", "8"], ["the 8 ranks", "dp=2,sp=2 = 4", "try --mesh dp=4,sp=2"]),
         (["--schedule", "1f1b"], ["--schedule", "only with stages (--mesh pp=2)"]),
         (["--mesh", "pp=2", "--schedule", "1f2b"], ["--schedule", "1f2b", "zbvzerobubble"]),
         (["--mesh", "pp=2", "--sequence-parallel"], ["--sequence-parallel", "only with --mesh tp=2"]),
@@ -217,3 +222,15 @@ def test_ranks_of_one_place_read_the_same_and_count_once(text, monkeypatch):
     assert read[0] == read[1] == read[4] == read[5] != read[2] == read[3] == read[6] == read[7]
     assert read[0] + read[2] == trainer.batches.rows(0, 0, 8)[0].tolist()
     assert sum(scored[0]) + sum(scored[2]) == 299 and scored[0] == scored[5] and scored[2] == scored[7]
+
+
+@pytest.mark.processes
+def test_a_run_over_sp_has_the_losses_of_one_rank(text, tmp_path):
+    """The rows of n-gram tables that a token reads depend on tokens of the rank before it."""
+    losses = []
+    for mesh in ("dp=1", "dp=1,sp=2"):
+        options = ["--mesh", mesh, "--seq", "64", "--global-batch", "2", "--stage", "3", "--sample-bytes", "4", "--quiet"]
+        assert main(_train(text, tmp_path / mesh, *options)) == 0
+        rows = [json.loads(line) for line in (tmp_path / mesh / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row.get("loss", row.get("held_out_bits_per_byte")) for row in rows])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

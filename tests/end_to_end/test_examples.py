@@ -89,6 +89,13 @@ def check_hsdp(text):
     assert ends[0] == ends[1] and falls([float(loss) for loss in ends[0]], 1.0)
 
 
+def check_long_sequences(text):
+    """The page shows what the program prints."""
+    pages = (ROOT / "docs" / "how-to" / "long-sequences.md").read_text()
+    assert f"```text\n{text}```" in pages
+    assert len(set(numbers(r"loss ([\d.]+)", text))) == 1
+
+
 HERE = {
     "plain_loop.py": check_plain_loop,
     "offload_to_disk.py": check_offload_to_disk,
@@ -100,12 +107,15 @@ HERE = {
     "experts.py": check_experts,
     "offload_between_steps.py": check_offload_between_steps,
     "hsdp.py": check_hsdp,
+    "long_sequences.py": check_long_sequences,
 }
 
 
 @pytest.mark.parametrize("program", sorted(HERE))
 @pytest.mark.limit(120)
 def test_example_of_one_process(program, tmp_path, monkeypatch, capsys):
+    if program == "long_sequences.py":
+        pytest.importorskip("transformers")
     monkeypatch.setattr(sys, "argv", [program, str(tmp_path)])
     runpy.run_path(str(EXAMPLES / program), run_name="__main__")
     HERE[program](capsys.readouterr().out)

@@ -10,7 +10,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.integrations.deepspeed import accelerator as acc
-from zeroshard.integrations.deepspeed import communication, leaf_modules, logs, monitor, stand_ins, utilities
+from zeroshard.integrations.deepspeed import communication, leaf_modules, logs, monitor, sequence, stand_ins, utilities
 from zeroshard.testing import run_threads
 
 # -- leaf modules ------------------------------------------------------------------------------------------------
@@ -239,11 +239,11 @@ def test_groups_are_those_of_data_parallelism():
         return (
             utilities.get_data_parallel_world_size(),
             utilities.get_data_parallel_rank(),
-            utilities._get_sequence_parallel_world_size(),
+            sequence._get_sequence_parallel_world_size(),
         )
 
     assert run_threads(2, work) == [(2, 0, 1), (2, 1, 1)]
-    assert utilities._get_sequence_parallel_group() is None and utilities._get_sequence_parallel_rank() == 0
+    assert sequence._get_sequence_parallel_group() is None and sequence._get_sequence_parallel_rank() == 0
     with pytest.raises(stand_ins.NotSupported, match="ep_size=2"):
         utilities.initialize(ep_size=2)
 

@@ -13,7 +13,6 @@ from torch import nn
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.errors import ConfigError
-from zeroshard.integrations.deepspeed.stand_ins import NotSupported
 from zeroshard.optim.parameter_access import state_of, value_of
 from zeroshard.testing import run_threads
 
@@ -162,15 +161,6 @@ def test_initialize_says_its_version():
 def test_the_configuration_of_old_scripts_arguments():
     engine, *_ = deepspeed.initialize(args=SimpleNamespace(deepscale_config=config(1, 1, 1), local_rank=0), model=net())
     assert engine.zero_optimization_stage() == 1
-
-
-def test_sequence_parallelism_is_refused_by_name():
-    from zeroshard.integrations.deepspeed.stand_ins import UlyssesSPAttentionHF
-
-    with pytest.raises(NotSupported, match="UlyssesSPAttentionHF.register_with_transformers: long sequences: zs.tile"):
-        UlyssesSPAttentionHF.register_with_transformers(
-            model_name_or_path="gpt2", core_attn_implementation="sdpa", sequence_parallel_size=2
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Experts divided over an axis "ep" equal one process on the union of the ranks' batches.
 
-A world of four processes goes through all cells; each test looks at what a cell found. What needs no process group has threads.
+A world of four processes goes through all cells; each test looks at what a cell found.
 """
 
 import functools
@@ -12,17 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from expert_kit import TOKENS, Own, make, net
+from expert_kit import TOKENS, make, net
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from zeroshard.comm import backend_select
 from zeroshard.comm.launch import run_processes
-from zeroshard.config import Tier
 from zeroshard.memory.ledger import EXCHANGE
-from zeroshard.planner.models import GPT, GPTConfig
-from zeroshard.testing import imagined_mesh, run_threads
 from zeroshard.zero.runtime import runtime_of
 
 WORLD, STEPS, ROWS, SEQ = 4, 6, 2, 8
@@ -254,6 +250,37 @@ def beside(rank, axes):
     run.close()
 
 
+def muon(model):
+    hidden = {True: [], False: []}
+    for name, param in model.named_parameters():
+        hidden["experts" in name or "q_proj" in name].append(param)
+    return zs.Muon([{"params": params, "use_muon": which} for which, params in hidden.items()], lr=1e-2)
+
+
+def features(rank, mesh, stage):
+    """Norms and clipping of torch, writes inside zs.gathered, a step of Muon on each expert's matrices by itself."""
+    one, model = make("Mixtral"), zs.divide_experts(make("Mixtral"), mesh["ep"])
+    single = muon(one)
+    model, optimizer = zs.shard(model, muon(model), mesh=mesh, stage=stage)
+    with zs.gathered(model, write=True), torch.no_grad():
+        for param in (*model.parameters(), *one.parameters()):
+            param.mul_(0.5)
+    tokens = micro_batches(0, 1)[0]
+    mine = tokens.chunk(WORLD)[rank]
+    one(tokens, labels=tokens).loss.backward()
+    model(mine, labels=mine).loss.backward()
+    for param, other in zip(model.parameters(), one.parameters(), strict=True):
+        assert stage == 1 or param.grad.norm().item() == pytest.approx(other.grad.norm().item(), rel=1e-4, abs=1e-6)
+    clipped = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1).item() for each in (model, one)]
+    assert clipped[0] == pytest.approx(clipped[1], rel=1e-5)
+    optimizer.step()
+    single.step()
+    for name, value in zs.full_state_dict(model).items():  # Newton-Schulz runs in bf16
+        assert torch.allclose(value, one.state_dict()[name], rtol=0, atol=2e-4), name
+    zs.close(model)
+    assert model(mine, labels=mine).loss.item() == pytest.approx(one(mine, labels=mine).loss.item(), rel=1e-4)
+
+
 def _on_ranks(rank, ranks, cells, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -264,6 +291,8 @@ def _on_ranks(rank, ranks, cells, folder):
     bodies["checkpoints 3"] = functools.partial(checkpoints, rank, meshes, folder / "3", 3, {"precision": "bf16"})
     for stage, shape, listed in ROUTES:
         bodies[f"routes {stage} {shape} {listed}"] = functools.partial(routes, rank, meshes[shape], stage, listed)
+    for stage in (1, 3):
+        bodies[f"features {stage}"] = functools.partial(features, rank, meshes[2, 2], stage)
     bodies["capacity"] = functools.partial(capacity, rank, meshes[2, 2])
     for axes in ({"ep": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 1, "ep": 2}):
         bodies[f"beside {axes}"] = functools.partial(beside, rank, axes)
@@ -309,6 +338,12 @@ def test_any_route_has_the_gradients_of_one_process(stage, shape, listed):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norms_writes_and_muon(stage):
+    check(f"features {stage}")
+
+
+@pytest.mark.processes
 def test_choices_beyond_the_capacity_get_zeros():
     check("capacity")
 
@@ -317,65 +352,3 @@ def test_choices_beyond_the_capacity_get_zeros():
 @pytest.mark.parametrize("axes", [{"ep": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 1, "ep": 2}], ids=str)
 def test_beside_other_axes(axes):
     check(f"beside {axes}")
-
-
-def test_parts_of_any_length_are_exchanged():
-    counts = [[0, 3, 1], [2, 0, 0], [1, 1, 0]]  # from rank, to rank
-
-    def on_rank(rank):
-        comm, found = backend_select.current(None, torch.device("cpu"), 60.0), []
-        for scale in (1, 4000):  # the second outgrows the memory of the first
-            sent, came = ([scale * n for n in each] for each in (counts[rank], [row[rank] for row in counts]))
-            work = comm.all_to_all(out := torch.full((sum(came),), -1), torch.full((sum(sent),), rank), came, sent)
-            work.wait()
-            assert out.tolist() == [r for r, n in enumerate(came) for _ in range(n)]
-            found.append(sum(work.sent) == 8 * (sum(sent) - sent[rank]))
-        equal = torch.empty(3, dtype=torch.bfloat16)
-        comm.all_to_all(equal, torch.arange(3, dtype=torch.bfloat16) + 3 * rank).wait()
-        return all(found) and equal.tolist() == [rank, rank + 3, rank + 6]
-
-    assert run_threads(3, on_rank) == [True] * 3
-
-
-@pytest.mark.parametrize("dp, ep", [(2, 2), (1, 4)])
-def test_a_plan_has_the_bytes_of_experts_and_of_their_exchange(dp, ep):
-    config = GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2, experts=8)
-    names = ["blocks.*.mlp.experts"]
-    plans = [
-        zs.plan(
-            lambda: GPT(config),
-            axes=axes,
-            batch=(2, 16),
-            stage=1,
-            separate=False,
-            parallel={"experts": names} if len(axes) > 1 else {},
-        )
-        for axes in ({"dp": 4}, {"dp": dp, "ep": ep})
-    ]
-    whole, divided = (plan.phases[-1].held[Tier.DEVICE]["parameters"] for plan in plans)
-    experts = 2 * 8 * (64 * 16 + 16 * 64) * 4  # layers, experts, matrices, bytes
-    assert whole - divided == experts * (ep - 1) // ep
-    rows = 2 * 16 * 2  # tokens, choices
-    assert plans[1].sent["ep"] == 4 * 2 * rows * (ep - 1) // ep * 16 * 4  # four ways, layers, width, bytes
-
-
-BAD = {
-    "experts has 6 experts, which 4 ranks do not divide: take an axis of 3 ranks": (6, {"experts": ["experts"]}),
-    "Net has no module of experts of Transformers' interface to divide over 4 ranks: name": (8, {}),
-    "experts: Net has no module named 'expert'. Did you mean 'experts'": (8, {"experts": ["expert"]}),
-    r"mix \(Linear\) has no num_experts: expected": (8, {"experts": ["mix"]}),
-    "capacity_factor: expected a number above 0, .*got 0": (8, {"experts": ["experts"], "capacity_factor": 0}),
-}
-
-
-@pytest.mark.parametrize("sentence", BAD)
-def test_what_can_not_be_divided(sentence):
-    experts, options = BAD[sentence]
-    with imagined_mesh({"dp": 1, "ep": 4}) as mesh:
-        model = net(experts)
-        before = dict(model.named_parameters())
-        with pytest.raises(zs.ConfigError, match=sentence):
-            zs.divide_experts(model, mesh["ep"], **options)
-        assert all(param is before[name] for name, param in model.named_parameters()) and type(model.experts) is Own
-        with pytest.raises(zs.ConfigError, match=r"expected one axis of a mesh, such as mesh\['ep'\]"):
-            zs.divide_experts(model, mesh)

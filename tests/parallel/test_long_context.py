@@ -3,9 +3,12 @@
 import copy
 
 import pytest
+import torch
 from sequence_kit import SMALL, VOCAB, Plain, adam, batches, compare, model_of, one_process, transformers
+from torch import nn
 
 import zeroshard as zs
+from zeroshard.activations.token_tiles import tile_mlps
 from zeroshard.testing import run_threads
 
 
@@ -36,6 +39,27 @@ def test_long_context_equals_one_process_and_reports_what_it_did(kind):
         "2 ranks along sp",
     ):
         assert line in results[0][2]
+
+
+def test_an_mlp_in_tiles_takes_tokens_without_a_batch_and_other_calls_as_they_are():
+    class OneMLP(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(6, 6)
+
+        def forward(self, x, gate=None):
+            return torch.tanh(self.up(x)) * (1 if gate is None else gate)
+
+    whole = nn.Sequential(OneMLP())
+    tiled = copy.deepcopy(whole)
+    assert tile_mlps(tiled, 4) == ["0"]
+    again = copy.deepcopy(tiled)
+    for x in (torch.randn(5, 6), torch.randn(2, 5, 6), torch.randn(3, 6)):
+        torch.testing.assert_close(tiled(x), whole(x))
+    torch.testing.assert_close(tiled[0](x, gate=2.0), whole[0](x, gate=2.0))
+    with torch.no_grad():
+        again[0].up.weight.zero_(), again[0].up.bias.zero_()
+    assert not again(torch.randn(5, 6)).any() and tiled(x).any()  # a copy computes with its own weights
 
 
 def test_long_context_that_does_not_fit_changes_nothing():

@@ -140,7 +140,7 @@ class PrivateComm(DirectComm):
         work.sent = self.sent(own.nbytes)
         return work
 
-    def all_to_all(self, output, input, output_counts=None, input_counts=None, label="all-to-all") -> Collective:
+    def all_to_all(self, output, input, label="all-to-all", output_counts=None, input_counts=None) -> Collective:
         given, taken = (parts_of(t, c, self.world_size) for t, c in ((input, input_counts), (output, output_counts)))
         number = self._number(("all-to-all",))
         self._send(number, label, [part.clone() for part in given])

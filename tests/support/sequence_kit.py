@@ -87,7 +87,7 @@ def trained(rank: int, model: nn.Module, data: list[dict], mesh: dict, micro: in
             with zs.accumulate(model) if held and number < micro - 1 else contextlib.nullcontext():
                 loss = model(**batch).loss if hasattr(model, "config") else model(**batch)
                 zs.backward(model, loss, weight=batch["num_items_in_batch"])
-            losses.append(loss.item() * batch["num_items_in_batch"].item())
+            losses.append(loss.item() * batch["num_items_in_batch"])
         optimizer.step()
         optimizer.zero_grad()
     labels = sum((batch["labels"][:, 1:] != -100).sum().item() for batch in data) / len(data)

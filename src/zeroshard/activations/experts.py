@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..tensor.distributed import is_distributed
 from ..tensor.tiled_parameter import Part, Tile, Tiled
 from ..utils import torch_compat
 
@@ -100,6 +101,8 @@ def are_experts(module: nn.Module) -> bool:
 
 def why_not(module: nn.Module, name: str) -> str | None:
     """Return why a module of experts cannot be cut, or None. name: the module's name, for the message."""
+    if getattr(module, "_is_expert_parallel", False) or any(map(is_distributed, torch_compat.own_parameters(module).values())):
+        return f"the experts of {name} are spread over ranks already"
     for attribute, param in torch_compat.own_parameters(module).items():
         if param is not None and (param.dim() == 0 or len(param) != module.num_experts):
             return f"{name}.{attribute} {tuple(param.shape)} is not divided by the {module.num_experts} experts"
@@ -107,7 +110,7 @@ def why_not(module: nn.Module, name: str) -> str | None:
         common = [each for each, _ in tensors if kind == "buffers" or "." in each]
         if common:
             return f"{name} has {kind} that its experts share: {', '.join(common)}"
-    return f"the experts of {name} are spread over ranks already" if getattr(module, "_is_expert_parallel", False) else None
+    return None
 
 
 def make_tiles(module: nn.Module, weights: dict[str, list[nn.Parameter]], parts: dict[str, list[Part]]) -> list[ExpertsTile]:

@@ -7,6 +7,7 @@ runs it again in backward.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from ..comm.base import DirectComm
 from ..errors import ConfigError
 from ..zero.runtime import Runtime
 from . import transformers_attention
-from .ulysses import SequenceParallel, of_module
+from .ulysses import SequenceParallel, active_in, of_module
 
 _local = threading.local()  # .depth: number of running forwards in which the mode is active; .mode
 
@@ -79,10 +80,10 @@ def _with_mode(module: nn.Module, sequence: SequenceParallel) -> list[Any]:
     """Return the handles of hooks between which the mode is active; nested modules do not enter it again."""
 
     @torch.compiler.disable
-    def before(*_: object) -> None:
+    def before(module: nn.Module, *_: object) -> None:
         _local.depth = getattr(_local, "depth", 0) + 1
         if _local.depth == 1:
-            _local.mode = _Attention(sequence)
+            _local.mode = _Attention(sequence) if active_in(module) is not None else contextlib.nullcontext()
             _local.mode.__enter__()
 
     @torch.compiler.disable
@@ -98,8 +99,10 @@ def _expect_calls(sequence: SequenceParallel, pretrained: bool) -> Callable[...,
     """Return a forward hook that looks once, after a model's first forward, whether attention was exchanged in it."""
     forwards = 0
 
-    def after(*_: object) -> None:
+    def after(module: nn.Module, *_: object) -> None:
         nonlocal forwards
+        if active_in(module) is None:
+            return
         forwards += 1
         if forwards > 1 or sequence.calls:
             return

@@ -65,12 +65,12 @@ def _is_causal_lm(module: Any) -> bool:
     )
 
 
-def _mlp_forward(module: nn.Module, tokens: int, x: Tensor) -> Tensor:
-    """Compute the forward of an MLP in tiles. x: (batch, tokens, width)."""
+def _mlp_forward(module: nn.Module, tokens: int, *args: Any, **kwargs: Any) -> Any:
+    """Compute the forward of an MLP of one argument, (..., tokens, width), in tiles."""
     forward = functools.partial(type(module).forward, module)
-    if x.shape[1] <= tokens:
-        return forward(x)
-    return torch.cat([_again(forward, part.contiguous()) for part in x.split(tokens, dim=1)], dim=1)
+    if kwargs or len(args) != 1 or args[0].ndim < 2 or args[0].shape[-2] <= tokens:
+        return forward(*args, **kwargs)
+    return torch.cat([_again(forward, part.contiguous()) for part in args[0].split(tokens, dim=-2)], dim=-2)
 
 
 def _again(function: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .ulysses import SequenceParallel, sequence_of
+from ..utils.axes import SP
+from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
 _LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
-_local = threading.local()  # .stack: the _Forward of each running forward of a model, by which masks are made
+_local = threading.local()  # .stack: the _Forward of each running forward of a model, by which masks are made; None: torch's own
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,15 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     _wrap_registries()
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         stack = _stack()
-        stack.append(stack[-1] if stack else _begin(module, sequence, kwargs))  # models nest: the outermost one begins
+        if stack or active_in(module) is None:  # models nest: the outermost one begins
+            stack.append(stack[-1] if stack else None)
+            return None
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        if "use_cache" in names and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False  # a cache is for generation, and masks of packed sequences are made without one only
+        stack.append(_begin(module, sequence, kwargs))
         return (), kwargs
 
     def after(*_: object) -> None:
@@ -90,7 +96,7 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     return handles
 
 
-def _stack() -> list[_Forward]:
+def _stack() -> list[_Forward | None]:
     return _local.__dict__.setdefault("stack", [])
 
 
@@ -109,27 +115,25 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forwa
         raise ConfigError(
             f"{what}: attention_mask: expected (batch, tokens), got {found}. Masks of each layer are made from it here."
         )
-    if kwargs.get("use_cache") is None:
-        kwargs["use_cache"] = False  # as Transformers reads it: a cache is for generation, and packed sequences are found without
     if mask is not None:
-        return _Forward(sequence, sequence.whole(mask, "padding mask").bool(), None)
+        return _Forward(sequence, sequence.whole(mask.to(torch.uint8), f"{SP} all-gather padding").bool(), None)
     if positions.ndim != 2:
         return _Forward(sequence, None, None)
-    whole = sequence.whole(positions, "positions")
-    if bool((whole.diff(dim=-1) == 1).all()):
+    whole = sequence.whole(positions, f"{SP} all-gather positions")
+    if sequence.comm.imagined or bool((whole.diff(dim=-1) == 1).all()):
         return _Forward(sequence, None, None)
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
-    kwargs["attention_mask"] = torch.ones(
-        tokens.shape[:2], dtype=torch.bool, device=whole.device
-    )  # else it looks at this rank's positions
+    # without a mask the model would find packed sequences in this rank's positions alone
+    kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=whole.device)
     return _Forward(sequence, None, whole.expand(tokens.shape[0], -1))
 
 
 def _mask(function: Callable, **kwargs: Any) -> Any:
     """Call a mask function of the registry: in a forward over an axis sp, for whole sequences."""
-    if not _stack():
+    forward = _stack()[-1] if _stack() else None
+    if forward is None:
         return function(**kwargs)
-    forward, length = _stack()[-1], kwargs["q_length"]
+    length = kwargs["q_length"]
     if kwargs["kv_length"] != length:
         raise ConfigError(
             f"sp: a mask of {length} queries and {kwargs['kv_length']} keys: attention must be of sequences to themselves."
@@ -151,7 +155,7 @@ def _attend(
     function: Callable, flash: bool, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Call an attention function of the registry for whole sequences and this rank's heads. query: (B, H, S / n, D)."""
-    sequence = sequence_of(module)
+    sequence = active_in(module)
     assert sequence is not None
     if any(kwargs.get(name) is not None for name in ("position_bias", "s_aux")) or getattr(module, "sinks", None) is not None:
         raise ConfigError(
@@ -163,7 +167,7 @@ def _attend(
     if isinstance(mask, Tensor) and mask.ndim == 4:
         mask = sequence.heads_of(mask, heads, query.shape[2])
     if flash and kwargs.get("position_ids") is not None:  # flash attention finds packed sequences by them
-        kwargs["position_ids"] = sequence.whole(kwargs["position_ids"], "positions")
+        kwargs["position_ids"] = sequence.whole(kwargs["position_ids"], f"{SP} all-gather positions")
     groups = query.shape[1] // key.shape[1]
     if getattr(module, "num_key_value_groups", groups) != groups:  # key and value heads were repeated
         module = _WithGroups(module, groups)
@@ -227,7 +231,7 @@ def _wrap_registries() -> None:
 def _wrapped_attention(function: Callable, flash: bool) -> Callable:
     @functools.wraps(function)
     def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if sequence_of(module) is None:
+        if active_in(module) is None:
             return function(module, *args, **kwargs)
         return _attend(function, flash, module, *args, **kwargs)
 

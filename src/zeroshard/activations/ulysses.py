@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from ..comm.base import DirectComm
 from ..errors import ConfigError
 from ..memory.ledger import SEQUENCE, STAGING, Ledger
+from ..utils.axes import SP
 
 of_module: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
 _local = threading.local()  # .inside: attention over whole sequences runs
@@ -35,11 +36,19 @@ def sequence_of(module: nn.Module) -> SequenceParallel | None:
     return of_module.get(module)
 
 
+def active_in(module: nn.Module) -> SequenceParallel | None:
+    """Return the SequenceParallel by which a module's attention is exchanged now, or None."""
+    sequence = of_module.get(module)
+    return None if sequence is None or (sequence.only_in_training and not module.training) else sequence
+
+
 class SequenceParallel:
     """The ranks along sp of this rank's place, which have the tokens of the same sequences, and a model's exchanges among them.
 
-    calls: attentions so far. Threads: as the Comm.
+    calls: attentions so far. only_in_training: a model in evaluation mode attends to this rank's tokens alone. Threads: as the Comm.
     """
+
+    only_in_training = False
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
         self.comm, self.ledger = comm, ledger
@@ -60,7 +69,7 @@ class SequenceParallel:
         parts = [tensor.unflatten(scatter, (size, -1)).movedim(scatter, 0) for tensor in tensors]  # (size, ...)
         for part, rows in zip(parts, given.split(sizes, dim=1), strict=True):
             rows.unflatten(1, part.shape[1:]).copy_(part)
-        work = self.comm.all_to_all(out.view(-1), given.view(-1), label=label)
+        work = self.comm.all_to_all(out, given, label)
         work.wait()
         self.ledger.sent(SEQUENCE, work.sent, label)
         if self.comm.mail_nbytes != self._held:
@@ -78,6 +87,7 @@ class SequenceParallel:
 
     # -- attention -------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return query (B, H / n, S, D), key and value (B, K' / n, S, D) for this rank's tokens (B, H, S / n, D), (B, K, S / n, D).
 
@@ -101,11 +111,12 @@ class SequenceParallel:
         times = size // math.gcd(key.shape[1], size)
         if times > 1:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-        return list(_Swap.apply(self, 1, 2, "attention: to heads", query, key, value))
+        return list(_Swap.apply(self, 1, 2, f"{SP} all-to-all to heads", query, key, value))
 
+    @torch.compiler.disable
     def to_tokens(self, out: Tensor, heads: int, tokens: int) -> Tensor:
         """Return this rank's tokens of all heads, for its heads of all tokens. heads, tokens: these dimensions of `out`."""
-        return _Swap.apply(self, tokens, heads, "attention: to tokens", out)[0]
+        return _Swap.apply(self, tokens, heads, f"{SP} all-to-all to tokens", out)[0]
 
     @property
     def is_inside(self) -> bool:
@@ -165,4 +176,4 @@ class _Swap(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         scatter, gather = ctx.dims
-        return None, None, None, None, *ctx.sequence.swap(grads, gather, scatter, f"{ctx.label}, backward")
+        return None, None, None, None, *ctx.sequence.swap(grads, gather, scatter, f"{ctx.label} in backward")

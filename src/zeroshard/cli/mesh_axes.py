@@ -2,6 +2,7 @@
 
     dp=2,pp=2,tp=2      8 ranks; rank = (pp index x dp + dp index) x tp + tp index
     dp=2,ep=2           4 ranks; rank = dp index x ep + ep index
+    dp=2,sp=2           4 ranks; rank = dp index x sp + sp index
 
 In whatever order the axes are given, ranks along tp, which send most, are neighbours, and ranks along pp, which send
 least, are farthest apart, so that tp stays inside of a node where possible. Ranks along ep stand between those of dp and tp.
@@ -15,6 +16,7 @@ from ..planner.models import GPTConfig
 from .arguments import UsageError, closest
 
 AXES = ("pp", "dp", "ep", "tp")  # outermost first
+ALONG = "sp"  # beside dp only
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class MeshAxes:
     dp: int = 1  # data parallelism with ZeRO: parts of the batch
     tp: int = 1  # tensor parallelism: parts of each weight
     ep: int = 1  # expert parallelism: some of the experts; ranks along it read other parts of the batch
+    sp: int = 1  # sequence parallelism: parts of each sequence
 
     @classmethod
     def parse(cls, text: str) -> MeshAxes:
@@ -32,21 +35,33 @@ class MeshAxes:
         found: dict[str, int] = {}
         for part in text.split(","):
             name, _, count = (word.strip() for word in part.partition("="))
-            if name not in AXES:
-                raise UsageError(f"--mesh: expected axes like dp=2,pp=2,tp=2, got {part.strip() or text!r}{closest(name, AXES)}")
+            if name not in (*AXES, ALONG):
+                raise UsageError(
+                    f"--mesh: expected axes like dp=2,pp=2,tp=2, got {part.strip() or text!r}{closest(name, (*AXES, ALONG))}"
+                )
             if name in found:
                 raise UsageError(f"--mesh: expected each axis once, got {name} twice in {text!r}")
             if not (count.isascii() and count.isdigit() and int(count)):
                 raise UsageError(f"--mesh: expected a positive integer for {name}, got {count!r}; write {name}=2")
             found[name] = int(count)
+        others = [name for name in AXES if name != "dp" and found.get(name, 1) > 1]
+        if found.get(ALONG, 1) > 1 and others:
+            raise UsageError(f"--mesh: expected sp beside dp only, got {text!r}; leave out {others[0]}")
         return cls(**found)
 
     def __str__(self) -> str:
-        return f"dp={self.dp},pp={self.pp},tp={self.tp}" + f",ep={self.ep}" * (self.ep > 1)
+        text = f"dp={self.dp},pp={self.pp},tp={self.tp}" if self.cuts_model or self.sp == 1 else f"dp={self.dp}"
+        return text + "".join(f",{name}={getattr(self, name)}" for name in ("ep", ALONG) if getattr(self, name) > 1)
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """The axes that plans have, by name; ep and sp only where there are several ranks along them."""
+        sizes = {name: getattr(self, name) for name in (*AXES, ALONG)}
+        return {name: size for name, size in sizes.items() if size > 1 or name not in ("ep", ALONG)}
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.readers * self.tp
+        return self.pp * self.readers * self.tp * self.sp
 
     @property
     def readers(self) -> int:
@@ -60,31 +75,36 @@ class MeshAxes:
 
     def data_place(self, rank: int) -> int:
         """Return a rank's index along dp and ep: that of the part of the batch that it reads."""
-        return rank // self.tp % self.readers
+        return rank // (self.tp * self.sp) % self.readers
 
     def check_ranks(self, ranks: int) -> None:
         """Raise UsageError, which suggests a mesh or number of ranks, unless the mesh has as many ranks."""
         if ranks == self.ranks:
             return
-        model, got = (
-            self.pp * self.tp * self.ep,
-            f"--mesh: expected axes that multiply to the {ranks} ranks, got {self} = {self.ranks}",
-        )
+        model, got = self.ranks // self.dp, f"--mesh: expected axes that multiply to the {ranks} ranks, got {self} = {self.ranks}"
         if ranks % model == 0:
             raise UsageError(f"{got}; try --mesh {replace(self, dp=ranks // model)}")
         below = ranks // model * model
         near = " or ".join(str(count) for count in (below, below + model) if count)
-        raise UsageError(f"{got}; pp x tp{' x ep' * (self.ep > 1)} = {model} needs a multiple of it: try {near} ranks")
+        word = "sp" if self.sp > 1 else f"pp x tp{' x ep' * (self.ep > 1)}"
+        raise UsageError(f"{got}; {word} = {model} needs a multiple of it: try {near} ranks")
 
     def check_model(self, shape: GPTConfig) -> None:
-        """Raise UsageError unless tp divides the attention heads, and each stage of pp gets a block."""
-        if shape.heads % self.tp:
-            divisors = [count for count in range(1, shape.heads + 1) if shape.heads % count == 0]
-            near = {max(d for d in divisors if d <= self.tp), min((d for d in divisors if d > self.tp), default=shape.heads)}
+        """Raise UsageError unless tp and sp divide the heads, sp divides a sequence, and each stage of pp gets a block."""
+        for name in ("tp", ALONG):
+            if shape.heads % (size := getattr(self, name)):
+                divisors = [count for count in range(1, shape.heads + 1) if shape.heads % count == 0]
+                near = {max(d for d in divisors if d <= size), min((d for d in divisors if d > size), default=shape.heads)}
+                raise UsageError(
+                    f"--mesh: expected {name} to divide the model's {shape.heads} heads, got {name}={size}; "
+                    f"the nearest: {' or '.join(f'{name}={d}' for d in sorted(near))}"
+                )
+        if self.sp > 1 and shape.positions == "alibi":
             raise UsageError(
-                f"--mesh: expected tp to divide the model's {shape.heads} heads, got tp={self.tp}; "
-                f"the nearest: {' or '.join(f'tp={d}' for d in sorted(near))}"
+                "--mesh: expected no sp for a model with ALiBi, whose bias is made for the tokens of a rank; leave out sp"
             )
+        if shape.seq_len % self.sp:
+            raise UsageError(f"--mesh: expected sp to divide the {shape.seq_len} tokens of a sequence (--seq), got sp={self.sp}")
         if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
             count = max(shape.experts, self.ep)
             raise UsageError(

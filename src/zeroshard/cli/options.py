@@ -9,7 +9,7 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,7 +19,7 @@ import zeroshard as zs
 from ..config import PRESETS, Tier, read_layout
 from ..planner.models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..planner.models.presets import SCALES
-from ..utils.axes import cuts_model, planned_otherwise, planned_sizes
+from ..utils.axes import cuts_model, planned_otherwise
 from ..utils.compression import CODECS, GRADIENT_CODECS
 from ..utils.state_format import FORMATS
 from .arguments import Parser, UsageError, add_options
@@ -68,7 +68,7 @@ class RunOptions:
         None, "fp32, bf16 or fp16 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
         metavar="DTYPE", group=COMMON,
     )  # fmt: skip
-    mesh: str | None = option(None, "ranks along pp, dp, ep, tp: dp=2,tp=2", metavar="AXES", group=MESH)
+    mesh: str | None = option(None, "ranks along pp, dp, ep, tp, sp: dp=2,tp=2", metavar="AXES", group=MESH)
     accumulate: int | None = option(None, "micro-batches of a step (default: 1; pp: 2 each)", type=int, group=COMMON)
     schedule: str | None = option(
         None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES,
@@ -304,13 +304,13 @@ class TrainOptions(RunOptions):
             try:
                 self.axes.check_ranks(world_size)
             except UsageError as error:
-                if self.config is None or read_layout(self.config)["mesh"] != planned_sizes(asdict(self.axes)):
+                if self.config is None or read_layout(self.config)["mesh"] != self.axes.planned:
                     raise
                 again = f"--ranks {world_size} --auto --global-batch {self.global_batch} --write-config {self.config}"
                 told = f"the mesh is that of --config {self.config}: plan again with `zeroshard plan MODEL {again}`"
                 raise UsageError(f"{error}; {told}") from None
-        word = f"dp{' x ep' * (self.axes.ep > 1)}" if self.axes.cuts_model else "ranks"
-        readers = self.axes.readers if self.axes.cuts_model else world_size
+        word = f"dp{' x ep' * (self.axes.ep > 1)}" if self.axes.cuts_model or self.axes.sp > 1 else "ranks"
+        readers = world_size if word == "ranks" else self.axes.readers
         parts = readers * self.accumulate
         if self.global_batch % parts:
             above = (self.global_batch // parts + 1) * parts
@@ -321,7 +321,7 @@ class TrainOptions(RunOptions):
 
     def planned_otherwise(self, world_size: int) -> str:
         """Return a sentence that says so if the file of `config` was made for other numbers of ranks; else ""."""
-        axes = asdict(self.axes) if self.mesh is not None else {"dp": world_size}
+        axes = self.axes.planned if self.mesh is not None else {"dp": world_size}
         return "" if self.config is None else planned_otherwise(self.config, read_layout(self.config), axes)
 
 
@@ -348,6 +348,8 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
     row |= _of_plan(chosen) if chosen.config is not None else {}
     mesh = chosen.mesh or row.get("mesh")
     axes = MeshAxes() if mesh is None else MeshAxes.parse(mesh)
+    if axes.sp > 1:
+        row.setdefault("global_batch", math.lcm(8, axes.dp))
     if axes.cuts_model:
         row["sample_bytes"] = 0
         row.setdefault("accumulate", 2 * axes.pp if axes.pp > 1 else 1)

@@ -9,7 +9,7 @@ from ..planner.model_source import example_of, source_of
 from ..planner.request import FLAGS, Request
 from ..planner.simulator.hardware import Hardware
 from .arguments import Parser, UsageError, add_options
-from .mesh_axes import AXES, MeshAxes
+from .mesh_axes import MeshAxes
 from .options import COMMON, MASTERS, MEMORY, MESH, NETWORK, OFFLOAD, RunOptions, option
 
 RENAMED = {  # old name of an option -> new name
@@ -52,7 +52,11 @@ class PlanOptions(RunOptions):
         """Return the planner's request. Raises UsageError, and ConfigError for the model, the hardware or options of zs.shard."""
         hardware = Hardware.named(self.hardware)
         source, axes = source_of(self.model), MeshAxes() if self.mesh is None else MeshAxes.parse(self.mesh)
-        model = axes.pp * axes.tp * axes.ep
+        if axes.sp > 1 and (getattr(self, "auto", False) or getattr(self, "sweep", None)):
+            raise UsageError(
+                f"--mesh: expected no sp with --auto or --sweep, which vary dp, pp and tp, got {self.mesh!r}; leave out one of them"
+            )
+        model = axes.pp * axes.tp * axes.ep * axes.sp
         if self.mesh is None:
             axes = MeshAxes(dp=self.ranks or hardware.devices_per_node)
         elif self.ranks is not None and "dp" not in self.mesh and self.ranks % model == 0:
@@ -61,8 +65,10 @@ class PlanOptions(RunOptions):
             axes.check_ranks(self.ranks)
         if self.example is not None:
             source = example_of(source, self.example)
-            if axes.cuts_model or self.seq is not None:
-                raise UsageError("--example: expected neither --seq nor --mesh with pp, tp or ep, which are for models of tokens")
+            if model > 1 or self.seq is not None:
+                raise UsageError(
+                    "--example: expected neither --seq nor --mesh with pp, tp, ep or sp, which are for models of tokens"
+                )
         if self.shard_size is not None and axes.dp % self.shard_size:
             raise UsageError(f"--shard-size: expected a divisor of the {axes.dp} ranks of dp, got {self.shard_size}")
         for name in ("schedule", "sequence_parallel", "partition_activations"):
@@ -75,7 +81,7 @@ class PlanOptions(RunOptions):
             checkpointing |= {"offload": self.offload_activations} if self.offload_activations != "none" else {}
             checkpointing |= {"path": "."} if self.offload_activations == "nvme" else {}
         request = Request(
-            source, hardware, {name: getattr(axes, name) for name in AXES if name != "ep" or axes.ep > 1}, self.micro_batch, self.seq or source.default_seq,
+            source, hardware, axes.planned, self.micro_batch, self.seq or source.default_seq,
             self.accumulate or (2 * axes.pp if axes.pp > 1 else 1), self.node_size, self._shard(hardware), checkpointing,
             {name: getattr(self, name) for name in ("schedule", "sequence_parallel") if getattr(self, name)},
         )  # fmt: skip

@@ -33,13 +33,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 
+from ..activations.ulysses import sequence_of
 from ..config import Tier
 from ..data.text import Batches, Corpus, held_out_windows
 from ..memory.host_memory import resident_nbytes
 from ..planner.measure.forecast import Forecast, forecast
 from ..planner.models import GPT
 from .arguments import UsageError
-from .mesh_axes import AXES, MeshAxes
+from .mesh_axes import MeshAxes
 from .options import OFFLOAD_PATH, TrainOptions
 from .ranks import Ranks
 
@@ -80,7 +81,10 @@ def build(options: TrainOptions, ranks: Ranks) -> tuple[GPT, torch.optim.Optimiz
     if options.tile_max_bytes is not None:
         zs.tile(model, max_bytes=options.tile_max_bytes, dtype=config.compute_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-    model, optimizer = zs.shard(model, optimizer, config=config)
+    mesh = {"dp": options.axes.dp, "sp": options.axes.sp} if options.axes.sp > 1 else None
+    model, optimizer = zs.shard(model, optimizer, config=config, mesh=mesh)
+    if (sequence := sequence_of(model)) is not None:
+        sequence.only_in_training = True  # evaluation and samples read whole sequences on each rank
     if options.checkpoints:
         zs.checkpoint_activations(model, offload=options.offload(options.offload_activations))
     return model, optimizer
@@ -90,7 +94,7 @@ def parallelize(options: TrainOptions, ranks: Ranks) -> zs.Parallel:
     """Return the run of a model of which each rank has a part. The same seed gives every rank the same weights before the cut."""
     torch.manual_seed(options.seed)
     axes = options.axes
-    sizes = {name: getattr(axes, name) for name in AXES if name != "ep" or axes.ep > 1}
+    sizes = axes.planned
     mesh = init_device_mesh(ranks.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     with torch.device("meta" if options.scale == "full" else ranks.device):  # a published model in full may not fit on a rank
         model = GPT(options.model_config())
@@ -152,8 +156,9 @@ class Trainer:
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """The index of the part of each batch that this rank reads, and the number of parts."""
-        axes = self.options.axes if self.options.axes.cuts_model else MeshAxes(dp=self.ranks.world_size)
+        """The index of the part of each batch that this rank reads, and the number of parts. In evaluation sp reads other parts."""
+        axes = self.options.axes
+        axes = axes if axes.cuts_model or (axes.sp > 1 and self.model.training) else MeshAxes(dp=self.ranks.world_size)
         return axes.data_place(self.ranks.rank), axes.readers
 
     def steps(self) -> Iterator[StepResult]:
@@ -233,7 +238,10 @@ class Trainer:
     def _micro_batch(self, step: int, micro: int) -> Tensor:
         """Return the loss of this rank's part of a micro-batch, divided by the number of micro-batches."""
         tokens, targets = self.batches.part(step, *self.data_place, micro, self.options.accumulate)  # each (rows, seq)
-        return self.model(tokens.to(self.ranks.device), targets.to(self.ranks.device)) / self.options.accumulate
+        length, index = self.options.seq // self.options.axes.sp, self.ranks.rank % self.options.axes.sp
+        own = slice(index * length, (index + 1) * length)
+        loss = self.model(tokens.to(self.ranks.device), targets[:, own].to(self.ranks.device), own=own)
+        return loss / self.options.accumulate
 
     def _take_step(self, step: int) -> float:
         """Take one step of the optimizer; return the mean loss of this rank's part of the batch."""
@@ -256,6 +264,7 @@ class Trainer:
         The first byte, which has no context, counts as 8 bits. All ranks get the same number of windows, padded with
         unscored ones, because at stage 3 each forward pass is collective.
         """
+        self.model.eval()
         seq, (place, places) = self.options.seq, self.data_place
         windows, scored = held_out_windows(self.held_out, seq, max(1, seq // 2) if overlap else seq)
         share = math.ceil(len(windows) / places)
@@ -273,7 +282,6 @@ class Trainer:
             count = self.options.global_batch // self.data_place[1]
             missing = -len(windows) % count
             windows, scored = F.pad(windows, (0, 0, 0, missing)), F.pad(scored, (0, 0, 0, missing))
-        self.model.eval()
         for first in range(0, len(windows), count):
             rows, mask = windows[first : first + count], scored[first : first + count]
             if self.run is not None:

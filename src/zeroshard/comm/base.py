@@ -270,8 +270,8 @@ class Comm(Group, ABC):
 
 
 def parts_of(tensor: Tensor, counts: Sequence[int] | None, ranks: int) -> list[Tensor]:
-    """Return the parts of a flat tensor for `Comm.all_to_all`: `counts[r]` elements for rank r, or equal parts."""
-    return list(tensor.split(list(counts) if counts is not None else [tensor.numel() // ranks] * ranks))
+    """Return the parts of a tensor's elements for `DirectComm.all_to_all`: `counts[r]` for rank r, or equal parts."""
+    return list(tensor.view(-1).split(list(counts) if counts is not None else [tensor.numel() // ranks] * ranks))
 
 
 class DirectComm(Control, Comm):
@@ -301,13 +301,14 @@ class DirectComm(Control, Comm):
 
     @abstractmethod
     def all_to_all(
-        self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
-        label: str = "all-to-all",
+        self, output: Tensor, input: Tensor, label: str = "all-to-all", output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
     ) -> Collective:  # fmt: skip
         """Start to send part r of `input` to rank r, for every r; part r of `output` is then what rank r sent to this rank.
 
-        output, input: flat, contiguous, of one dtype on this Comm's device. output_counts, input_counts: number of elements of each
-        part, by rank; None: equal parts. All ranks call this in the same order; `input` may be overwritten after `wait`.
+        output, input: contiguous, of one dtype on this Comm's device; their elements in order are meant, whatever the shapes.
+        output_counts, input_counts: number of elements of each part, by rank; None: equal parts. All ranks call this in the same
+        order; `input` may be overwritten after `wait`.
         """
 
     @property

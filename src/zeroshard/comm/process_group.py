@@ -297,15 +297,15 @@ class DistComm(DirectComm):
         return work
 
     def all_to_all(
-        self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
-        label: str = "all-to-all",
+        self, output: Tensor, input: Tensor, label: str = "all-to-all", output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
     ) -> Collective:  # fmt: skip
         given, taken = (parts_of(t, c, self.world_size) for t, c in ((input, input_counts), (output, output_counts)))
         self.progress.note(label)
         with _Explained(self, label):
             if self.ordered:
                 into, out = ([part.numel() for part in parts] for parts in (taken, given))
-                works = [dist.all_to_all_single(output, input, into, out, group=self._data, async_op=True)]
+                works = [dist.all_to_all_single(output.view(-1), input.view(-1), into, out, group=self._data, async_op=True)]
             else:  # tags of models begin at 2**20 (zero/shard_model.py)
                 works = [
                     move(parts[p], self.ranks[p], self._data, tag=1)

@@ -52,9 +52,8 @@ class SharedComm(Hub):
         self.fence = Fence(self.members)
         self._fences = {self.members: self.fence}  # those of the subgroups, too
         self.device, self.streams = device, streams_for(device)
-        self._mail: tuple[list[Tensor], Collective] | None = (
-            None  # memory of each rank, which peers read in `all_to_all`; the last one
-        )
+        # memory of each rank, which peers read in `all_to_all`, and the last of these
+        self._mail: tuple[list[Tensor], Collective] | None = None
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> SharedComm:
         group = super().subgroup(parts)
@@ -133,8 +132,8 @@ class SharedComm(Hub):
         return work
 
     def all_to_all(
-        self, output: Tensor, input: Tensor, output_counts: Sequence[int] | None = None, input_counts: Sequence[int] | None = None,
-        label: str = "all-to-all",
+        self, output: Tensor, input: Tensor, label: str = "all-to-all", output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
     ) -> Collective:  # fmt: skip
         self.progress.note(label)
         given, taken = (parts_of(t, c, self.world_size) for t, c in ((input, input_counts), (output, output_counts)))

@@ -21,6 +21,7 @@ from ..comm.base import DirectComm
 from ..comm.mesh.axes import NamedRanks, place_along
 from ..errors import ConfigError
 from ..utils.axes import SP
+from ..zero.runtime import runtime_of
 
 if TYPE_CHECKING:
     Where = nn.Module | DeviceMesh | Mapping[str, int]
@@ -47,10 +48,21 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
             mask is given, it is 0. Without shift_labels a mask is made.
 
     The result has `position_ids`, made if missing: (batch, tokens / sp). A batch without an axis sp gets them, and shifted labels,
-    too. Raises ConfigError where ranks have different batches, or a mask is not of shape (batch, tokens).
+    too.
+
+    Raises ConfigError where ranks have different batches, or a mask is not of shape (batch, tokens),
+    and ZeroshardError for a model that is not sharded.
     """
     rank, size, comm = _place(where)
     entries: dict[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+    if comm is not None:
+        _check_same(entries, comm)
+    found = cut(entries, rank, size, shift_labels=shift_labels, pad_token_id=pad_token_id)
+    return found["input_ids"] if isinstance(batch, Tensor) else found
+
+
+def cut(entries: dict[str, Any], rank: int, size: int, *, shift_labels: bool, pad_token_id: int = 0) -> dict[str, Any]:
+    """Return the tokens of rank `rank` of `size` of a batch, as `shard_sequence` does (not collective)."""
     sequences = _sequences(entries)
     tokens = sequences.shape[1]
     mask, labels = entries.get("attention_mask"), entries.get("labels")
@@ -59,14 +71,12 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
             f"zs.shard_sequence: attention_mask: expected shape {tuple(sequences.shape[:2])} (batch, tokens), got {tuple(mask.shape)}. Masks of "
             "each layer are made from it after the cut."
         )
-    if comm is not None:
-        _check_same(entries, comm)
     if entries.get("position_ids") is None:
         entries["position_ids"] = torch.arange(tokens, device=sequences.device).repeat(sequences.shape[0], 1)
     if shift_labels and labels is not None and labels.shape == sequences.shape[:2]:
         labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
         entries["labels"] = entries["shift_labels"] = labels
-        entries["num_items_in_batch"] = (labels != IGNORED).sum().float() / size
+        entries["num_items_in_batch"] = (labels != IGNORED).sum().item() / size  # no tensor, which precision="bf16" would round
     added = -tokens % size
     if added and not shift_labels and mask is None:  # tokens of a causal model see none that come after them
         entries["attention_mask"] = torch.ones(sequences.shape[:2], dtype=torch.long, device=sequences.device)
@@ -79,14 +89,13 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
             value = torch.cat([value, _filling(name, value, dim, added, pad_token_id)], dim=dim)
         return value.chunk(size, dim)[rank].contiguous()
 
-    found = {name: own(name, value) for name, value in entries.items()}
-    return found["input_ids"] if isinstance(batch, Tensor) else found
+    return {name: own(name, value) for name, value in entries.items()}
 
 
 def _place(where: Where) -> tuple[int, int, DirectComm | None]:
     """Return (rank, size, Comm) along sp; without a Comm where only the mesh is known."""
     if isinstance(where, nn.Module):
-        sequence = sequence_of(where)
+        sequence, _ = sequence_of(where), runtime_of(where)  # raises where the model is not sharded
         return (sequence.rank, sequence.size, sequence.comm) if sequence is not None else (0, 1, None)
     if not isinstance(where, (Mapping, DeviceMesh)):
         raise ConfigError(f"zs.shard_sequence: expected a sharded model or a mesh, got {type(where).__name__}.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..config import Tier
+from ..utils.axes import DP, EP, SP
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -29,7 +30,7 @@ RESIDUALS = "lost in compression"
 STAGING = "staging"
 PARTIAL = "partial gradients"
 EXCHANGE, SEQUENCE = "exchange of tokens and experts", "all-to-all along sp"
-OF_ACTIVATIONS = {EXCHANGE: "ep", SEQUENCE: "sp"}  # kinds of traffic, and their axes; the others are of model states
+OF_ACTIVATIONS = {EXCHANGE: EP, SEQUENCE: SP}  # kinds of traffic, and their axes; the others are of model states
 
 
 class Listener(Protocol):
@@ -131,6 +132,13 @@ class Ledger:
         """Return the bytes so far by link, without bytes read ahead."""
         with self._lock:
             return {link: nbytes - self.ahead.get(link, 0) for link, nbytes in self.moved.items()}
+
+    def sent_by_axis(self) -> Counter[str]:
+        """Return the bytes that this rank has sent so far, by axis: activations along ep and sp, model states along dp."""
+        found = Counter({DP: 0})
+        for kind, entry in self.traffic.items():
+            found[OF_ACTIVATIONS.get(kind, DP)] += entry.nbytes
+        return found
 
     def sent(self, kind: str, nbytes: tuple[int, int], unit: str) -> None:
         """Count one collective of a unit, for which this rank sent `nbytes`: (inside its node, to other nodes)."""

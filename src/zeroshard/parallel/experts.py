@@ -36,6 +36,7 @@ from ..activations.experts import Idle, are_experts, why_not
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import EXCHANGE
 from ..tensor.distributed import Owned, is_distributed
+from ..tensor.tiled_parameter import Tile, Tiled
 from ..utils import torch_compat
 from ..zero.along_axis import AlongAxis, Line
 from .router_loss import over_all_ranks
@@ -74,7 +75,7 @@ def _travel(rows: Tensor, line: Line, sent: Sequence[int], received: Sequence[in
     width = rows.shape[-1]
     found = rows.new_empty(sum(received), width)
     into, out = ([count * width for count in each] for each in (received, sent))
-    work = line.comm.all_to_all(found.view(-1), rows.contiguous().view(-1), into, out, label)
+    work = line.comm.all_to_all(found, rows.contiguous(), label, into, out)
     work.wait()
     line.ledger.sent(EXCHANGE, work.sent, label)
     return found
@@ -265,6 +266,8 @@ def _check(module: nn.Module, name: str, ranks: int) -> None:
             f"{name} has {count} experts, which {ranks} ranks do not divide: take an axis of {nearest} ranks for them, and give the "
             "others to dp."
         )
+    if isinstance(module, (Tile, Tiled)):
+        raise ConfigError(f"{name} is in tiles: divide its experts first, and let zs.tile cut what is left.")
     if any(map(is_distributed, module.parameters())):
         raise ConfigError(
             f"{name} has DTensors already: divide its experts before other axes cut the model, or by one axis alone."

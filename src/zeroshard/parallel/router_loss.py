@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..zero.along_axis import AlongAxis, Line
 
 _NAME = "load_balancing_loss_func"  # Transformers' function, in the module of each model that has the loss
-_inside = threading.local()  # .lines: of the models with divided experts whose forwards run in this thread, the outermost first
+_inside = threading.local()  # .models: those with divided experts whose forwards run in this thread, the outermost first
 
 
 def over_all_ranks(model: nn.Module) -> None:
@@ -39,12 +39,11 @@ def over_all_ranks(model: nn.Module) -> None:
 
 
 def _enter(module: nn.Module, args: object) -> None:
-    line = next(each.line for each in module.modules() if isinstance(each, AlongAxis))
-    _inside.lines = [*getattr(_inside, "lines", []), line]
+    _inside.models = [*getattr(_inside, "models", []), module]
 
 
 def _leave(module: nn.Module, args: object, output: object) -> None:
-    _inside.lines = _inside.lines[:-1]
+    _inside.models = _inside.models[:-1]
 
 
 def _replace(source: ModuleType) -> None:
@@ -55,8 +54,11 @@ def _replace(source: ModuleType) -> None:
 
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        lines = getattr(_inside, "lines", [])
-        return balance_loss(lines[-1], *args, **kwargs) if lines else original(*args, **kwargs)
+        models = getattr(_inside, "models", [])
+        if not models:
+            return original(*args, **kwargs)
+        line = next(each.line for each in models[-1].modules() if isinstance(each, AlongAxis))
+        return balance_loss(line, *args, **kwargs)
 
     setattr(source, _NAME, chosen)
 

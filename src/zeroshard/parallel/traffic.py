@@ -8,6 +8,7 @@ bytes over N ranks, and twice that for an all-reduce.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..memory.ledger import OF_ACTIVATIONS
 from ..utils.axes import role
 from ..utils.torch_compat import TorchDispatchMode
 from ..zero.runtime import runtime_of
@@ -92,9 +92,7 @@ class Traffic:
         return self._found | {axis: total - self._before.get(axis, 0.0) for axis, total in after.items()}
 
     def _totals(self) -> dict[str, float]:
-        entries = [pair for runtime in self.runtimes for pair in runtime.tiers.ledger.traffic.items()]
-        sent = {"dp": 0.0} if self.pipeline is None else {"dp": 0.0, "pp": float(self.pipeline.sent_nbytes)}
-        for kind, entry in entries:
-            axis = OF_ACTIVATIONS.get(kind, "dp")
-            sent[axis] = sent.get(axis, 0.0) + entry.nbytes
-        return sent
+        sent = Counter[str]() if self.pipeline is None else Counter({"pp": self.pipeline.sent_nbytes})
+        for runtime in self.runtimes:
+            sent += runtime.tiers.ledger.sent_by_axis()
+        return {"dp": 0.0} | {axis: float(nbytes) for axis, nbytes in sent.items()}

@@ -20,23 +20,26 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import api
 from ..activations.checkpoint import checkpoint_activations
 from ..activations.storage import CHECKPOINTS
+from ..activations.ulysses import sequence_of
 from ..checkpoint.file_writer import ROTATING
 from ..checkpoint.rank_file import staging
 from ..checkpoint.saving import save
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
+from ..data.sequence import cut
 from ..errors import ConfigError, ZeroshardError, did_you_mean
 from ..parallel.parallelize import next_token_loss, parallelize
 from ..tensor.flat_layout import round_up
 from ..testing import imagined_mesh
 from ..utils import torch_compat
-from ..utils.axes import DP, EP, PLANNED, PP, TP, cuts_model, planned_sizes
+from ..utils.axes import DP, EP, PLANNED, PP, SP, TP, cuts_model, planned_sizes
 from ..utils.torch_compat import FakeTensor, FakeTensorMode
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import Unit
@@ -76,8 +79,8 @@ def plan(
     Args:
         model_fn: a function that makes the model; it is called on the meta device.
         ranks: number of data-parallel ranks.
-        axes: number of ranks along "pp", "dp", "ep" and "tp", in place of `ranks`. Along ep tokens are thought to be evenly spread
-            over the experts.
+        axes: number of ranks along "pp", "dp", "ep" and "tp", or along "dp" and "sp", in place of `ranks`. Along ep tokens are
+            thought to be evenly spread over the experts; along sp a rank computes its part of the tokens of `batch`.
         rank: the rank that is planned.
         batch: the input of a micro-batch: (rows, seq) of tokens, or a function that makes it.
         loss: a function (model, micro-batch) -> loss. None: cross-entropy of the next token, for a model of tokens -> logits.
@@ -214,13 +217,14 @@ def _axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
         raise ConfigError(f'axes: expected ranks by axis, {{"pp": .., "dp": .., "tp": ..}}, got {axes!r}.')
     found: dict[str, Any] = dict(axes) if axes is not None else {DP: ranks}
     for axis, size in found.items():
-        if axis not in (*PLANNED, EP) or not _whole(size, 1):
+        if axis not in (*PLANNED, EP, SP) or not _whole(size, 1):
             raise ConfigError(
-                f'axes: expected whole numbers of at least 1 for "pp", "dp", "ep" and "tp", got {axis!r}: {size!r}.'
+                f'axes: expected whole numbers of at least 1 for "pp", "dp", "ep" and "tp", or "dp" and "sp", got {axis!r}: {size!r}.'
             )
-    sizes = planned_sizes(found)
-    # outermost first, as a mesh has them
-    return {PP: sizes[PP], DP: sizes[DP], **({EP: found[EP]} if found.get(EP, 1) > 1 else {}), TP: sizes[TP]}
+    if found.get(SP, 1) > 1 and cuts_model(found):
+        raise ConfigError(f"axes: expected sp beside dp only, got {found}.")
+    sizes = planned_sizes(found) | {axis: found[axis] for axis in (EP, SP) if found.get(axis, 1) > 1}
+    return {axis: sizes[axis] for axis in (PP, DP, EP, TP, SP) if axis in sizes}  # outermost first, as a mesh has them
 
 
 def _built(model_fn: Callable[[], nn.Module]) -> nn.Module:
@@ -335,9 +339,12 @@ class _Run:
                 f"optimizer: expected a function that returns a torch.optim.Optimizer, got {type(optimizer).__name__}."
             )
         stepping = f"{type(optimizer).__name__}.step"
-        comm = None if self.real else FakeComm(self.rank, self.axes[DP])
-        model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm)
-        self.model, self.optimizer, loss = model, optimizer, self.loss or _next_token
+        comm = None if self.real else FakeComm(self.rank, math.prod(self.axes.values()))
+        mesh = {DP: self.axes[DP], SP: self.axes[SP]} if SP in self.axes else None
+        if mesh is not None and self.loss is not None:
+            raise ConfigError("loss: with an axis sp the model must map tokens to logits: leave loss out.")
+        model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm, mesh=mesh)
+        self.model, self.optimizer, loss = model, optimizer, self.loss or (_next_token if mesh is None else _next_own_token)
 
         def step(batches: list[Any]) -> None:
             for number, batch in enumerate(batches):
@@ -402,11 +409,11 @@ class _Run:
                 recorder.enter(phase)
                 if phase == "forward":
                     operators.begin(Trace(rank=self.rank, axes=self.axes, node_size=self.node_size))
-                    before = sum(t.nbytes for runtime in runtimes for t in runtime.tiers.ledger.traffic.values())
+                    before = self._sent(runtimes)
                 with self._told("batch: the function that makes it"):
                     make = batch if callable(batch) else lambda: torch.zeros(*batch, dtype=torch.long)
                     batches = [make() for _ in range(self.micro_batches)]
-                self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor))
+                self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor)) // self.axes.get(SP, 1)
                 step(batches)
                 del batches
             recorder.end()
@@ -422,9 +429,31 @@ class _Run:
                     staging(runtime.tiers, runtime.tiers.ledger).grow(ROTATING)
         recorder.flush()
         if not self.sent:
-            self.sent = {DP: sum(t.nbytes for runtime in runtimes for t in runtime.tiers.ledger.traffic.values()) - before}
+            self.sent = {axis: nbytes - before.get(axis, 0) for axis, nbytes in self._sent(runtimes).items()}
         for handle in handles:
             handle.remove()
+
+    def _sent(self, runtimes: list[Runtime]) -> dict[str, int]:
+        """Return the bytes that this rank has sent so far, by axis."""
+        found = {axis: 0 for axis in (DP, SP) if axis in self.axes}
+        for runtime in runtimes:
+            for axis, nbytes in runtime.tiers.ledger.sent_by_axis().items():
+                found[axis] = found.get(axis, 0) + nbytes
+        return found
+
+
+def _next_own_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the loss of this rank's part of the tokens."""
+    sequence = sequence_of(model)
+    assert sequence is not None and tokens.shape[1] % sequence.size == 0, "the request has checked that sp divides the tokens"
+    part = cut({"input_ids": tokens}, sequence.rank, sequence.size, shift_labels=False)
+    if (
+        "own" in inspect.signature(type(model).forward).parameters
+    ):  # a model of this library, which reads the tokens before its own
+        length = tokens.shape[1] // sequence.size
+        return model(tokens, part["input_ids"], own=slice(sequence.rank * length, (sequence.rank + 1) * length))
+    logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"]).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), part["input_ids"].flatten())
 
 
 def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:

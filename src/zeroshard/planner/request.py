@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import Config, Tier
 from ..errors import ConfigError
-from ..utils.axes import PP, TP
+from ..utils.axes import PP, SP, TP
 from .model_source import ModelSource, example_loss
 from .plan import Held, Plan, memories
 from .simulator.hardware import Hardware
@@ -30,7 +30,7 @@ _ALIKE = 0.98  # phases with at least this share of the fullest one's bytes coun
 
 @dataclass(frozen=True)
 class Request:
-    """A run to plan. axes: ranks along "pp", "dp", "tp" and, if any, "ep". rows: sequences of a rank's micro-batch, of `seq` tokens. options: of
+    """A run to plan. axes: ranks along "pp", "dp", "tp" and, if any, "ep" or "sp". rows: sequences of a rank's micro-batch, of `seq` tokens. options: of
     zs.shard; parallel: further ones of zs.parallelize. checkpointing: False, True, or options of zs.checkpoint_activations."""
 
     source: ModelSource
@@ -66,6 +66,11 @@ class Request:
             best = min(near, key=lambda n: abs(n - tp))
             raise ConfigError(
                 f"mesh: expected tp to divide the {heads} heads of {self.source.name}, got tp={tp}; the nearest: tp={best}."
+            )
+        along = self.axes.get(SP, 1)
+        if (heads and heads % along) or self.seq % along:
+            raise ConfigError(
+                f"mesh: expected sp to divide the {heads} heads of {self.source.name} and the {self.seq:,} tokens of a sequence, got sp={along}."
             )
         if layers and pp > layers:
             raise ConfigError(

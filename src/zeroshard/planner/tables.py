@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..config import Tier
-from ..utils.axes import cuts_model
+from ..utils.axes import SP, cuts_model
 from ..utils.sheets import Sheet
 from .plan import PHASES, Plan
 from .request import Request, Verdict, gb, gib, judge
@@ -120,7 +120,7 @@ def headline(request: Request, verdict: Verdict) -> str:
 def run_of(plan: Plan) -> str:
     """Describe what was planned: model, ranks, stage, precision and batch."""
     axes = ", ".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1)
-    mesh = f" ({axes})" if cuts_model(plan.axes) else ""
+    mesh = f" ({axes})" if cuts_model(plan.axes) or SP in plan.axes else ""
     shape = (
         f"{plan.batch[0]} x {plan.batch[1]:,} tokens"
         if plan.batch is not None
@@ -129,7 +129,7 @@ def run_of(plan: Plan) -> str:
     where = "ranks" if plan.hardware is None else plan.hardware.name
     return (
         f"{plan.model} ({count(plan.num_parameters)} parameters) on {plan.ranks:,} {where}{mesh}, stage {plan.config.stage}, "
-        f"{plan.config.precision}, {plan.micro_batches} x {shape} a rank"
+        f"{plan.config.precision}, {plan.micro_batches} x {shape} {'shared along sp' if SP in plan.axes else 'a rank'}"
     )
 
 

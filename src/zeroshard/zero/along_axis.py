@@ -40,20 +40,25 @@ class AlongAxis(nn.Module):
         return self._line
 
 
-def connect(runtime: Runtime, lines: Mapping[str, Parts]) -> None:
-    """Give each module of the model that sends along an axis the Comm of its ranks (collective).
-
-    lines: by name of an axis, the ranks of the mesh along each line of it. Raises ConfigError for an axis that the mesh has not.
-    """
-    comms: dict[str, DirectComm] = {}
-    for name, module in runtime.model.named_modules():
-        if not isinstance(module, AlongAxis):
-            continue
-        if module.axis not in lines:
+def check_axes(model: nn.Module, lines: Mapping[str, Parts]) -> None:
+    """Raise ConfigError for a module that sends along an axis that is none of `lines`."""
+    for name, module in model.named_modules():
+        if isinstance(module, AlongAxis) and module.axis not in lines:
             raise ConfigError(
                 f"{name} was divided over the axis {module.axis!r}, which the mesh given to zs.shard has not: pass the whole mesh (mesh=mesh), "
                 f"with an axis named {module.axis!r}."
             )
+
+
+def connect(runtime: Runtime, lines: Mapping[str, Parts]) -> None:
+    """Give each module of the model that sends along an axis the Comm of its ranks (collective).
+
+    lines: by name of an axis, the ranks of the mesh along each line of it.
+    """
+    comms: dict[str, DirectComm] = {}
+    for module in runtime.model.modules():
+        if not isinstance(module, AlongAxis):
+            continue
         if module.axis not in comms:
             comms[module.axis] = runtime.topology.world.subgroup(lines[module.axis])
         module._line = Line(comms[module.axis], runtime.comm, runtime.tiers.ledger)

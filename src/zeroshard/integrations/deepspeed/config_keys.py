@@ -152,9 +152,8 @@ _TOP = (
     _N("vocabulary_size", None, "a hint about alignment"),
     _N("flops_profiler", None, "operations are not counted: torch.utils.flop_counter does that"),
     _N("pipeline", None, "there is no PipelineModule: see torch.distributed.pipelining"),
-    *(_R(name, default, "other parallel dimensions are not in the configuration: leave it out, and pass a process group of "
-        "the data-parallel ranks",
-         is_on=_several) for name, default in {"sequence_parallel_size": 1, "data_parallel_size": None}.items()),
+    _H("sequence_parallel_size", 1, "ranks along sp: so many neighbouring ranks have other tokens of the same sequences (Ulysses)"),
+    _N("data_parallel_size", None, "it is the number of ranks divided by sequence_parallel_size"),
     _R("use_data_before_expert_parallelism", False, "there is no expert parallelism: leave it out"),
 )  # fmt: skip
 

@@ -25,6 +25,7 @@ from ...utils.axes import DP, cuts_model, planned_otherwise
 from . import sections
 from .config_keys import KEYS, Treatment, Values, keys_of
 from .sections import DeepSpeedConfigError, Section, examine, without_auto
+from .sequence import SequenceGroups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -174,6 +175,13 @@ class DeepSpeedConfig:
         else:
             self.world_size = torch.distributed.get_world_size() if _distributed() else 1
         given = without_auto(self._param_dict)
+        along = given.get("sequence_parallel_size") or 1
+        if isinstance(along, bool) or not isinstance(along, int) or along < 1 or self.world_size % along:
+            raise DeepSpeedConfigError(
+                f"sequence_parallel_size: expected a number that divides the {self.world_size} ranks, got {along!r}."
+            )
+        if world_size is not None and not isinstance(mpu, SequenceGroups):  # else it is that of the data-parallel ranks already
+            self.world_size //= along
         self.notes: list[str] = []
         self.planned_options = self._planned_options(
             given, config if isinstance(config, (str, os.PathLike)) else "the configuration"

@@ -28,6 +28,7 @@ from .logs import log_dist, set_log_level_from_string
 from .lr_schedules import schedule_from_config
 from .monitor import MonitorMaster
 from .sections import DeepSpeedConfigError
+from .sequence import SequenceGroups, groups_of
 from .shard_options import build_optimizer, cast_buffers, shard_options
 from .stand_ins import PipelineModule, ZeRORuntimeException
 
@@ -48,7 +49,8 @@ def initialize(
         lr_scheduler: a scheduler, or a function that makes one from the optimizer. None: the configuration's.
         training_data: a Dataset, for the data loader.
         config, config_params, args.deepspeed_config: a dictionary, a path, or JSON as urlsafe base64; give one of them.
-        mpu: object with get_data_parallel_group(), over which the model is sharded.
+        mpu: object with get_data_parallel_group(), over which the model is sharded; or that of UlyssesSPAttentionHF, which
+            shards it over dp x sp.
 
     Raises:
         AssertionError: no model, no configuration, or two; batch sizes that do not multiply (as in DeepSpeed).
@@ -91,17 +93,23 @@ def _initialize(
     collate_fn: Callable | None, given: object,
 ) -> Initialized:  # fmt: skip
     client = optimizer, lr_scheduler, type(optimizer).__name__
-    group = None if mpu is None else mpu.get_data_parallel_group()
+    group = None if mpu is None or isinstance(mpu, SequenceGroups) else mpu.get_data_parallel_group()
     device, local_rank = _device(args)
     comm = backend_select.current(group, talking_device(device), communication.stall_timeout_s())
-    config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, comm.world_size))
+    ranks = comm.world_size if not isinstance(mpu, SequenceGroups) else mpu.get_data_parallel_world_size()
+    config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, ranks))
     _compare(comm, config)
+    if config.sequence_parallel_size > 1 and mpu is None:
+        mpu = groups_of(config.sequence_parallel_size)
+    mesh = mpu.mesh if isinstance(mpu, SequenceGroups) else None
     if "_zeroshard" in model.__dict__:  # the model belongs to an earlier engine
         model_parameters = _let_go(model, optimizer, model_parameters)
     basic, lr_scheduler, options, monitor = _together(
         comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, mpu, config, device)
     )
-    api.shard(model, basic, comm=None if group is None else comm, **options)
+    api.shard(model, basic, comm=None if group is None else comm, mesh=mesh, **options)
+    if isinstance(mpu, SequenceGroups):
+        mpu.attend(model)
     take_interface(runtime_of(model))  # engine.module is of the program's own class, as in DeepSpeed
     config.say_notes()
     if config.log_level is not None:
@@ -251,7 +259,13 @@ def _basic_optimizer(
     return basic
 
 
-_EQUAL = ("gradient_accumulation_steps", "managed_gradient_accumulation", "scheduler_name", "scheduler_params")
+_EQUAL = (
+    "sequence_parallel_size",
+    "gradient_accumulation_steps",
+    "managed_gradient_accumulation",
+    "scheduler_name",
+    "scheduler_params",
+)
 
 
 def _compare(comm: Comm, config: DeepSpeedConfig) -> None:

@@ -74,7 +74,7 @@ class ZeRORuntimeException(Exception):
 
 _PIPE = "shard the whole model with stage 3 instead of cutting it into pipeline stages: ranks then hold 1/N of every layer."
 _MOE = "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others."
-_SEQUENCE = "long sequences: zs.tile and zs.tiled_cross_entropy, and activation checkpoints with partition or offload."
+_SEQUENCE = "call UlyssesSPAttentionHF.register_with_transformers, or shard over a mesh with an axis sp (zs.shard)."
 _INFER = "call deepspeed.initialize without an optimizer (stage 3), or export the model to an inference engine."
 _AUTOTP = "shard with stage 3 instead of tensor parallelism."
 _LAYER = "use torch.nn.TransformerEncoderLayer."
@@ -88,11 +88,6 @@ ProcessTopology = _stand_in("ProcessTopology", _PIPE)
 MoE = _stand_in("MoE", _MOE, nn.Module)
 Experts = _stand_in("Experts", _MOE, nn.Module)
 DistributedAttention = _stand_in("DistributedAttention", _SEQUENCE, nn.Module)
-UlyssesSPAttentionHF = _stand_in("UlyssesSPAttentionHF", _SEQUENCE, nn.Module)
-UlyssesSPAttentionHF.register_with_transformers = staticmethod(
-    _refused("UlyssesSPAttentionHF.register_with_transformers", _SEQUENCE)
-)
-UlyssesSPDataLoaderAdapter = _stand_in("UlyssesSPDataLoaderAdapter", _SEQUENCE)
 InferenceEngine = _stand_in("InferenceEngine", _INFER, nn.Module)
 DeepSpeedHybridEngine = _stand_in("DeepSpeedHybridEngine", _INFER, nn.Module)
 DeepSpeedInferenceConfig = _stand_in("DeepSpeedInferenceConfig", _INFER)

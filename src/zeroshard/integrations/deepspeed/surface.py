@@ -87,7 +87,7 @@ _TABLE = {
     "runtime.pipe.module": "stand_ins: LayerSpec PipelineModule TiedLayerSpec",
     "runtime.pipe.topology": "stand_ins: ProcessTopology",
     "runtime.precision_config": "ds_config: get_bfloat16_config; sections: DeepSpeedBF16Config DeepSpeedFP16Config",
-    "runtime.sequence_parallel.ulysses_sp": "stand_ins: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    "runtime.sequence_parallel.ulysses_sp": "sequence: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.swap_tensor": "stand_ins: MIN_SWAPPABLE_BYTES",
     "runtime.utils": "utilities: count_used_parameters_in_backward required_torch_version see_memory_usage set_random_seed",
     "runtime.zero": f"partition: {_INIT}; engine_optimizer: unwrap_model_for_generation; linears: {_TILED}",
@@ -107,7 +107,7 @@ _TABLE = {
     "utils": f"fragments: {_SAFE}; leaf_modules: {_LEAF}; logs: log_dist logger set_log_level_from_string; "
     f"utilities: OnDevice RepeatingLoader instrument_w_nvtx {_GROUPS}",
     "utils.groups": "utilities: _get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
-    f"_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size {_GROUPS}",
+    f"{_GROUPS}; sequence: _get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size",
     "utils.init_on_device": "utilities: OnDevice",
     "utils.logging": "logs: log_dist log_levels logger set_log_level_from_string warning_once",
     "utils.nvtx": "utilities: instrument_w_nvtx",

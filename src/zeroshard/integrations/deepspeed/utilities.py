@@ -35,9 +35,9 @@ def initialize(ep_size: int = 1, mpu: object = None) -> None:
 get_data_parallel_group = _get_data_parallel_group = dist.get_world_group
 get_data_parallel_world_size = _get_data_parallel_world_size = dist.get_world_size
 get_data_parallel_rank = _get_data_parallel_rank = dist.get_rank
-get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_sequence_parallel_world_size = always(1)
-get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank = always(0)
-get_model_parallel_group = get_tensor_model_parallel_group = _get_sequence_parallel_group = always(None)
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = always(1)
+get_model_parallel_rank = get_tensor_model_parallel_rank = always(0)
+get_model_parallel_group = get_tensor_model_parallel_group = always(None)
 
 
 def required_torch_version(min_version: object = None, max_version: object = None) -> bool:

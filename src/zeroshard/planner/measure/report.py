@@ -34,7 +34,7 @@ from ...memory.ledger import (
     SECONDARY,
     STAGING,
     Traffic,
-)
+)  # fmt: skip
 from ...offload.storage import SplitRest
 from ...optim.segments import state_tensors
 from ...utils.state_format import StateFormat

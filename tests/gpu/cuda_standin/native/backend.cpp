@@ -132,6 +132,10 @@ OrderedBackend::WorkPtr OrderedBackend::alltoall_base(at::Tensor& output, at::Te
   auto work = begin({input}, {output}, "all_to_all");
   auto to = host_alias(output).view(at::kByte), from = host_alias(input).view(at::kByte);
   hold(*work, {to, from});
+  if (output.dim() == 1) {  // the splits count elements; a row of more dimensions stays a row of bytes
+    for (auto* splits : {&output_splits, &input_splits})
+      for (auto& split : *splits) split *= output.element_size();
+  }
   if (getSize() == 1) {
     to.view({-1}).copy_(from.view({-1}));
   } else {

@@ -1,0 +1,45 @@
+"""Plans of an axis sp: activations of 1 / sp, and the bytes of the all-to-alls by formula."""
+
+import functools
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zeroshard as zs
+from zeroshard.planner.models import GPT, GPTConfig
+
+LAYERS, HEADS, DIM, TOKENS, ROWS = 2, 4, 64, 128, 2
+LLAMA = LlamaConfig(
+    vocab_size=64,
+    hidden_size=DIM,
+    intermediate_size=96,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=2,
+)
+MODELS = {
+    "gpt": (functools.partial(GPT, GPTConfig(64, TOKENS, DIM, LAYERS, HEADS, ngram_rows=16)), HEADS, 0),
+    "llama": (functools.partial(LlamaForCausalLM, LLAMA), 2, 8),  # positions are exchanged: 8 bytes a token
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_and_bytes_of_a_plan(name, size):
+    make, kv, positions = MODELS[name]
+    one, many = (zs.plan(make, axes={"dp": 2, **along}, batch=(ROWS, TOKENS), stage=3) for along in ({}, {"sp": size}))
+    tokens = ROWS * TOKENS // size
+    exchanged = 4 * 2 * LAYERS * (2 * HEADS + 2 * max(kv, size)) * (DIM // HEADS) * tokens
+    assert many.sent["sp"] == (exchanged // size + positions * tokens) * (size - 1)
+    assert many.tokens == tokens and many.ranks == 2 * size
+    kept = [sum(nbytes for unit, nbytes in plan.activations.items() if unit) for plan in (one, many)]
+    assert 0.95 / size <= kept[1] / kept[0] < 1.6 / size  # the exchanged output of attention, and repeated keys and values
+    assert f"dp=2, sp={size}" in str(many) and "all-to-all" in many.table()
+
+
+def test_what_does_not_go_with_sp_is_refused():
+    with pytest.raises(zs.ConfigError, match="sp beside dp only"):
+        zs.plan(MODELS["gpt"][0], axes={"tp": 2, "sp": 2}, batch=(1, TOKENS))
+    with pytest.raises(zs.ConfigError, match="loss: with an axis sp"):
+        zs.plan(MODELS["gpt"][0], axes={"sp": 2}, batch=(1, TOKENS), loss=lambda model, tokens: torch.zeros(()))
