@@ -160,7 +160,7 @@ def _measure(section: str, given: argparse.Namespace, workload: Workload, rounds
     if section == "hostadam":
         return apart(cases.hostadam, log_file=logs / "hostadam.log")
     if section == "states":
-        return apart(state_formats.states, log_file=logs / "states.log")
+        return apart(state_formats.section, path, log_file=logs / "states.log")
     if section == "disk":
         return apart(cases.disk, path, log_file=logs / "disk.log")
     if section == "checkpoints":

@@ -1,6 +1,7 @@
 """Formats of optimizer states in one process: bytes, time and losses, beside AdamW of torchao and bitsandbytes in 8 and 4 bits.
 
     zeroshard bench --sections states          10.8M parameters, one thread, 300 steps of every contender, in turns: 15 minutes
+    zeroshard bench --sections states --path FOLDER    also a whole step of larger matrices in bf16 with all states on that disk
 
 All begin with the same weights and read the same batches, of the quickstart's text; losses are of text that is held out. Curves
 over more steps, of one seed after the other, are in state_quality.py.
@@ -30,6 +31,7 @@ from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.utils.sheets import PLAIN, WARNING
 from zeroshard.utils.state_format import FORMATS
 
+from .contenders import OFFLOADS
 from .micro import Case, measure, one_line
 from .tables import Measured
 
@@ -40,6 +42,14 @@ TURN = 10  # steps
 HELD_OUT_NBYTES = 1 << 15
 BYTES, LOSS = "states, bytes a parameter", "bits a held-out byte"
 NOTE = "ms, / fp32: processor time of optimizer.step(). Losses: of held-out text after the last step."
+
+TIERS: dict[str, dict[str, Any]] = {  # zs.shard's options of the larger steps
+    "fp32": {},
+    "bf16": {"optimizer_states": "bf16"},
+    "int8": {"optimizer_states": "int8"},
+    "int8, split masters": {"optimizer_states": "int8", "master_weights": "split"},
+    "int4, split masters": {"optimizer_states": "int4", "master_weights": "split"},
+}
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -130,14 +140,53 @@ def _peers() -> tuple[dict[str, Make], dict[str, str], str]:
     return makes, reasons, note
 
 
-def states(steps: int = 300, seed: int = 0) -> list[Measured]:
-    """Train every contender in turns of TURN steps on one thread; the times are processor seconds of optimizer.step().
-
-    `apart` runs this in a rank's environment, though it is a single process: the environment is changed.
-    """
+def section(path: str | None) -> list[Measured]:
+    """Return all tables. `apart` runs this in a rank's environment, though it is a single process: the environment is changed."""
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     torch.set_num_threads(1)
+    return [contenders(), matrices(), *([matrices(path)] if path else [])]
+
+
+def matrices(path: str | None = None, layers: int = 12, dim: int = 2048, rounds: int = 4) -> Measured:
+    """Measure steps of square matrices in bf16: the processor time of optimizer.step() in memory, on a disk the whole step.
+
+    A whole step takes as long as the clock says; its processor time, which a busy machine changes less, is a column.
+    """
+    on_disk = OFFLOADS["infinity"] | {"offload_path": path} if path else {}
+    cases, cpu = [], dict[str, list[float]]()
+    for name, options in TIERS.items():
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(layers)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+        model, optimizer = zs.shard(model, optimizer, stage=3, precision="bf16", **on_disk, **options)
+        rows = torch.randn(4, dim, dtype=torch.bfloat16)
+        cases.append(
+            Case(name, partial(_step, model, optimizer, rows, cpu.setdefault(name, []), path is not None), own_clock=True)
+        )
+    where = "a whole step, everything on disk" if path else "optimizer.step() in memory"
+    found = measure(f"{where}: {layers * dim * dim / 1e6:.1f}M parameters in bf16, 1 thread", cases, rounds, warmup=2)
+    for row in found.rows:
+        row.facts["cpu ms" if path else "ns an element"] = median(cpu[row.name][2:]) * (
+            1e3 if path else 1e9 / (layers * dim * dim)
+        )
+    return found
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor, cpu: list[float], whole: bool) -> float:
+    """Take a step; add the processor seconds of optimizer.step(), or of the `whole` step, to `cpu`. Return these, or the clock's."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    model(rows).float().square().sum().backward()
+    if not whole:
+        cpu_began = time.process_time()
+    optimizer.step()
+    cpu.append(time.process_time() - cpu_began)
+    optimizer.zero_grad()
+    return time.perf_counter() - began if whole else cpu[-1]
+
+
+def contenders(steps: int = 300, seed: int = 0) -> Measured:
+    """Train every contender in turns of TURN steps; the times are processor seconds of optimizer.step()."""
     corpus = read_corpus()
     peers, reasons, note = _peers()
     makes = {**{name: partial(ours, name) for name in FORMATS}, **peers}
@@ -151,4 +200,4 @@ def states(steps: int = 300, seed: int = 0) -> list[Measured]:
         row.facts = {BYTES: runs[row.name].state_nbytes(), LOSS: losses[row.name], "over fp32's, %": above}
     found.skipped = reasons
     found.notes = [(NOTE, PLAIN), *([(note, WARNING)] if note else [])]
-    return [found]
+    return found

@@ -97,7 +97,7 @@ def test_losses_that_differ_are_found():
         assert measured.broken and any("losses of zeroshard 3 differ from DDP's" in text for text, _ in measured.notes)
     assert not race.table("cpu", "title", Workload(), [same]).broken
     for final, broken in ((1.002, False), (1.1, True)):  # int8 states change losses, by a little
-        states = Outcome(Contender("zs", 3, offload="int8"), losses=[2.0, final], rounds_step_s=[[1.0]])
+        states = Outcome(Contender("zs", 3, offload="int8"), cpu_s=[1.0], losses=[2.0, final], rounds_step_s=[[1.0]])
         assert race.table("cpu", "title", Workload(), [same, states]).broken is broken
 
 

@@ -37,12 +37,17 @@ def test_the_stand_in_has_the_bits_of_zs_shard_and_its_variants_have_others(form
     assert not torch.equal(weights(with_tables)["ngrams.0.weight"], expected["ngrams.0.weight"])
 
 
-def test_the_section_has_bytes_times_and_losses_and_names_missing_peers(monkeypatch):
+def test_the_section_has_bytes_times_and_losses_and_names_missing_peers(monkeypatch, tmp_path):
     monkeypatch.setattr(state_formats, "SHAPE", TINY)
     monkeypatch.setattr(state_formats, "PEERS", (("nowhere", "AdamW8bit"),))
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():  # of the process in which the command runs a section
         monkeypatch.setenv(name, value)
-    (measured,) = state_formats.states(steps=2 * state_formats.TURN)
+    for name, options in {
+        "contenders": {"steps": 2 * state_formats.TURN},
+        "matrices": {"layers": 2, "dim": 64, "rounds": 2},
+    }.items():
+        monkeypatch.setattr(state_formats, name, partial(getattr(state_formats, name), **options))
+    measured, in_memory, on_disk = state_formats.section(str(tmp_path))
     facts = {row.name: row.facts for row in measured.rows}
     nbytes = {name: fact[state_formats.BYTES] for name, fact in facts.items()}
     matrices = 12 * 64 * 64 + 256 * 64  # the block's, and the head
@@ -52,6 +57,9 @@ def test_the_section_has_bytes_times_and_losses_and_names_missing_peers(monkeypa
     assert max(losses.values()) < 8 and losses["int4"] != losses["fp32"] and all(len(row.seconds) == 2 for row in measured.rows)
     assert measured.skipped["nowhere AdamW8bit"].startswith("skipped: ModuleNotFoundError")
     assert "nowhere AdamW8bit skipped" in (text := measured.sheet().markdown()) and "| int4 " in text and "/ fp32" in text
+    for found, fact in ((in_memory, "ns an element"), (on_disk, "cpu ms")):
+        assert [row.name for row in found.rows] == list(state_formats.TIERS) and all(row.facts[fact] > 0 for row in found.rows)
+    assert "everything on disk: 0.0M" in on_disk.title and not list(tmp_path.glob("**/*optim*"))
 
 
 def test_bytes_of_states_are_counted_in_the_parts_of_a_tensor_and_shared_tables_once():
