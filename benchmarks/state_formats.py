@@ -1,6 +1,6 @@
 """Formats of optimizer states in one process: bytes, time and losses, beside AdamW of torchao and bitsandbytes in 8 and 4 bits.
 
-    zeroshard bench --sections states          10.8M parameters, one thread, 300 steps of every contender, in turns: 15 minutes
+    zeroshard bench --sections states     1.9M parameters, 300 steps of every contender, and larger matrices: some minutes
     zeroshard bench --sections states --path FOLDER    also a whole step of larger matrices in bf16 with all states on that disk
 
 All begin with the same weights and read the same batches, of the quickstart's text; losses are of text that is held out. Curves
@@ -37,7 +37,7 @@ from .tables import Measured
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 PEERS = (*(("torchao", name) for name in ("AdamW8bit", "AdamWFp8", "AdamW4bit")), ("bitsandbytes", "AdamW8bit"))
-SHAPE = GPTConfig(seq_len=32, dim=384, layers=6, heads=6)
+SHAPE = GPTConfig(seq_len=32, dim=192, layers=4, heads=6)
 TURN = 10  # steps
 HELD_OUT_NBYTES = 1 << 15
 BYTES, LOSS = "states, bytes a parameter", "bits a held-out byte"

@@ -128,7 +128,7 @@ def draw(found: dict[str, dict[str, list[float]]], path: Path) -> None:
 
     variants = [name for name in VARIANTS if name not in FORMATS]
     tuned = [f"tuned, {name}" for name in CODED]
-    title = f"AdamW's states in fewer bits, a GPT on Python's standard library, mean of {len(found)} seeds"
+    title = f"AdamW's states in fewer bits, a GPT on Python's standard library, mean of seeds {', '.join(found)}"
     picture(path, title, [partial(panel, names) for names in (list(CODED), variants, tuned)], (13, 4))
 
 
