@@ -34,7 +34,7 @@ from zeroshard.zero.runtime import runtime_of
 
 
 @pytest.mark.parametrize("mesh", [{"sp": 2}, {"sp": 4}], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "eager", "qwen3", "gpt2", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "eager", "qwen3", "gpt2", "mixtral", "gpt_oss"])
 def test_models_equal_one_process(kind, mesh):
     """At sp=4 the two key and value heads are repeated."""
     assert_equals_one_process(model_of(kind), batches(), mesh, stage=3)

@@ -41,6 +41,9 @@ def model_of(kind: str) -> nn.Module:
             return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=8))
         if kind == "mixtral":
             return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, num_local_experts=4))
+        if kind == "gpt_oss":  # attention sinks, windows in every other layer
+            options = SMALL | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}
+            return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options))
         if kind == "mistral":  # every layer has a sliding window
             return transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=5))
         if kind == "bert":

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..comm.base import DirectComm
 from ..errors import ConfigError
+from ..zero import hooks
 from ..zero.runtime import Runtime
 from . import transformers_attention
 from .ulysses import SequenceParallel, active_in, of_module
@@ -57,17 +58,19 @@ def check(model: nn.Module, size: int) -> None:
 
 def attach(runtime: Runtime, comm: DirectComm) -> None:
     """Let the attention of a sharded model be over whole sequences. comm: the ranks along sp of this rank's place."""
-    sequence = SequenceParallel(comm, runtime.tiers.ledger)
+    sequence, model = SequenceParallel(comm, runtime.tiers.ledger), runtime.model
+    handles: list[Any] = [_Detached(model)]
     covered: set[nn.Module] = set()
-    for module in runtime.model.modules():
+    for module in model.modules():
         of_module[module] = sequence
         if _pretrained(module):
-            runtime.handles += transformers_attention.attach(module, sequence)
+            handles += transformers_attention.attach(module, sequence)
             covered.update(module.modules())
-    for module in runtime.model.modules():
+    for module in model.modules():
         if module not in covered and not type(module).__module__.startswith("torch.nn.modules"):
-            runtime.handles += _with_mode(module, sequence)
-    runtime.handles += [_Detached(runtime.model), runtime.model.register_forward_hook(_expect_calls(sequence, bool(covered)))]
+            handles += _with_mode(module, sequence)
+    handles.append(model.register_forward_hook(_expect_calls(sequence, bool(covered))))
+    hooks.also_remove(runtime, handles)
     runtime.schedule.note(f"sequence parallelism: attention over the tokens of {sequence.size} ranks along sp (Ulysses)")
 
 

@@ -157,10 +157,9 @@ def _attend(
     """Call an attention function of the registry for whole sequences and this rank's heads. query: (B, H, S / n, D)."""
     sequence = active_in(module)
     assert sequence is not None
-    if any(kwargs.get(name) is not None for name in ("position_bias", "s_aux")) or getattr(module, "sinks", None) is not None:
+    if kwargs.get("position_bias") is not None:
         raise ConfigError(
-            f"sp: {type(module).__name__} adds numbers of its own for each head (a position bias, attention sinks), which can not be "
-            "exchanged. Shard it over dp and tp."
+            f"sp: {type(module).__name__} has a position bias for each head and pair of tokens. Shard it over dp and tp."
         )
     heads = query.shape[1]
     query, key, value = sequence.to_heads(query, key, value)
@@ -168,19 +167,25 @@ def _attend(
         mask = sequence.heads_of(mask, heads, query.shape[2])
     if flash and kwargs.get("position_ids") is not None:  # flash attention finds packed sequences by them
         kwargs["position_ids"] = sequence.whole(kwargs["position_ids"], f"{SP} all-gather positions")
-    groups = query.shape[1] // key.shape[1]
-    if getattr(module, "num_key_value_groups", groups) != groups:  # key and value heads were repeated
-        module = _WithGroups(module, groups)
+    own = slice(sequence.rank * query.shape[1], (sequence.rank + 1) * query.shape[1])
+    if kwargs.get("s_aux") is not None:  # attention sinks, (H,), as flash and flex attention take them
+        kwargs["s_aux"] = kwargs["s_aux"][own]
+    module = _OfRank(module, query.shape[1] // key.shape[1], own)
     with sequence.inside():
         out = function(module, query, key, value, mask, *args, **kwargs)[0]  # (B, S, H / n, D)
     return sequence.to_tokens(out, 2, 1), None
 
 
-class _WithGroups:
-    """A module of attention as it is for a rank that has `num_key_value_groups` query heads for each key and value head."""
+class _OfRank:
+    """A module of attention as its rank computes it: `groups` query heads for each key and value head, its heads' sinks."""
 
-    def __init__(self, module: nn.Module, groups: int) -> None:
-        self._module, self.num_key_value_groups = module, groups
+    def __init__(self, module: nn.Module, groups: int, own: slice) -> None:
+        self._module, self.num_key_value_groups = (
+            module,
+            groups,
+        )  # where key and value heads were repeated, less than the module's
+        if getattr(module, "sinks", None) is not None:
+            self.sinks = module.sinks[own]  # type: ignore[index]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -200,7 +205,7 @@ class _Eager:
 
 def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the function `eager_attention_forward` of the file that defines the module's class, as the module itself would."""
-    inner = module._module if isinstance(module, _WithGroups) else module
+    inner = module._module if isinstance(module, _OfRank) else module
     files = (vars(sys.modules[kind.__module__]) for kind in type(inner).__mro__)
     function = next((found["eager_attention_forward"] for found in files if "eager_attention_forward" in found), None)
     if function is None:

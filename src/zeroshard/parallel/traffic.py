@@ -8,7 +8,6 @@ bytes over N ranks, and twice that for an all-reduce.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -92,7 +91,8 @@ class Traffic:
         return self._found | {axis: total - self._before.get(axis, 0.0) for axis, total in after.items()}
 
     def _totals(self) -> dict[str, float]:
-        sent = Counter[str]() if self.pipeline is None else Counter({"pp": self.pipeline.sent_nbytes})
+        sent = {} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}
         for runtime in self.runtimes:
-            sent += runtime.tiers.ledger.sent_by_axis()
-        return {"dp": 0.0} | {axis: float(nbytes) for axis, nbytes in sent.items()}
+            for axis, nbytes in runtime.tiers.ledger.sent_by_axis().items():
+                sent[axis] = sent.get(axis, 0.0) + nbytes
+        return sent

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ def attach(runtime: Runtime) -> None:
         module.__dict__[name] = functools.partial(_OF_TRANSFORMERS[name], module)
     give_interface(runtime)
     runtime.handles += in_state_dicts(model)
+
+
+def also_remove(runtime: Runtime, handles: Iterable[Any]) -> None:
+    """Let `detach` remove the hooks of another package as well."""
+    runtime.handles += handles
 
 
 def detach(runtime: Runtime) -> None:
