@@ -124,12 +124,13 @@ def draw(found: dict[str, dict[str, list[float]]], path: Path) -> None:
         axis.set_xlabel("steps")
         axis.set_ylim(-1, 2)
         axis.set_ylabel("held-out loss over that of fp32 states, %")
-        axis.legend(fontsize=7, frameon=False)
+        axis.legend(fontsize=6, frameon=False)
+        axis.label_outer()
 
     variants = [name for name in VARIANTS if name not in FORMATS]
     tuned = [f"tuned, {name}" for name in CODED]
     title = f"AdamW's states in fewer bits, a GPT on Python's standard library, mean of seeds {', '.join(found)}"
-    picture(path, title, [partial(panel, names) for names in (list(CODED), variants, tuned)], (13, 4))
+    picture(path, title, [partial(panel, names) for names in (list(CODED), variants, tuned)], (9.0, 3.2))
 
 
 def main(argv: list[str] | None = None) -> int:
