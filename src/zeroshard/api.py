@@ -35,7 +35,7 @@ from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
 from .utils.axes import SP
 from .zero import hooks, init_context
-from .zero.along_axis import check_axes, connect
+from .zero.along_axis import Line, check_axes, connect
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, device_of
 from .zero.closing import close as close
@@ -182,7 +182,7 @@ def _shard(
     connect(runtime, axes.lines)
     hooks.attach(runtime)
     if axes.size(SP) > 1:
-        sequence_parallel.attach(runtime, world.subgroup(axes.lines[SP], apart=True))
+        sequence_parallel.attach(runtime, Line(runtime, SP, axes.lines[SP]))
     init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(runtime, found, stored)

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.memory.ledger import EXCHANGE
 from zeroshard.zero.runtime import runtime_of
 
 WORLD, STEPS, ROWS, SEQ = 4, 6, 2, 8
@@ -189,7 +188,7 @@ def routes(rank, mesh, stage, listed):
         rows = [[sum(e // (8 // len(mine)) == to for row in table[r] for e in row) for to in range(len(mine))] for r in mine]
         away = sum(rows[place]) + sum(row[place] for row in rows) - 2 * rows[place][place]
         ledger = runtime_of(model).tiers.ledger
-        assert ledger.traffic[EXCHANGE].nbytes == 2 * away * 4 * 4, name  # 4 elements of 4 bytes
+        assert ledger.traffic["all-to-all along ep"].nbytes == 2 * away * 4 * 4, name  # 4 elements of 4 bytes
         busiest = [sum(row[to] for row in rows) for to in range(len(mine))]
         assert zs.expert_imbalance(model)["experts"] == max(busiest) * len(mine) / sum(busiest)
         held = sum(group.values.nbytes for group in runtime_of(model).groups if group.topology.cut)

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..comm.base import DirectComm
 from ..errors import ConfigError
 from ..zero import hooks
+from ..zero.along_axis import Line
 from ..zero.runtime import Runtime
 from . import transformers_attention
 from .ulysses import SequenceParallel, active_in, of_module
@@ -56,9 +56,9 @@ def check(model: nn.Module, size: int) -> None:
             transformers_attention.check(name, module, size)
 
 
-def attach(runtime: Runtime, comm: DirectComm) -> None:
-    """Let the attention of a sharded model be over whole sequences. comm: the ranks along sp of this rank's place."""
-    sequence, model = SequenceParallel(comm, runtime.tiers.ledger), runtime.model
+def attach(runtime: Runtime, line: Line) -> None:
+    """Let the attention of a sharded model be over whole sequences. line: the ranks along sp."""
+    sequence, model = SequenceParallel(line), runtime.model
     handles: list[Any] = [_Detached(model)]
     covered: set[nn.Module] = set()
     for module in model.modules():

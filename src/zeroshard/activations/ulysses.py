@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..comm.base import DirectComm
 from ..errors import ConfigError
-from ..memory.ledger import SEQUENCE, STAGING, Ledger
 from ..utils.axes import SP
+from ..zero.along_axis import Line
 
 of_module: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
 _local = threading.local()  # .inside: attention over whole sequences runs
@@ -50,11 +49,10 @@ class SequenceParallel:
 
     only_in_training = False
 
-    def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
-        self.comm, self.ledger = comm, ledger
-        self.rank, self.size = comm.rank, comm.world_size
+    def __init__(self, line: Line) -> None:
+        self.line, self.comm = line, line.comm
+        self.rank, self.size = line.comm.rank, line.comm.world_size
         self.calls = 0
-        self._held = 0  # bytes in the ledger
 
     # -- all-to-all ------------------------------------------------------------------------------------------
 
@@ -69,13 +67,7 @@ class SequenceParallel:
         parts = [tensor.unflatten(scatter, (size, -1)).movedim(scatter, 0) for tensor in tensors]  # (size, ...)
         for part, rows in zip(parts, given.split(sizes, dim=1), strict=True):
             rows.unflatten(1, part.shape[1:]).copy_(part)
-        work = self.comm.all_to_all(out, given, label)
-        work.wait()
-        self.ledger.sent(SEQUENCE, work.sent, label)
-        if self.comm.mail_nbytes != self._held:
-            self.ledger.strike(STAGING, self._held)
-            self._held = self.comm.mail_nbytes
-            self.ledger.enter(STAGING, self._held)
+        self.line.all_to_all(out, given, label)
         received = zip(parts, out.split(sizes, dim=1), strict=True)
         return [rows.unflatten(1, part.shape[1:]).movedim(0, gather).flatten(gather, gather + 1) for part, rows in received]
 

@@ -10,7 +10,7 @@ import torch
 import zeroshard as zs
 
 from ..data.text import Corpus
-from ..memory.ledger import EXCHANGE, MASTERS, OPTIMIZER, STAGING
+from ..memory.ledger import MASTERS, OF_ACTIVATIONS, OPTIMIZER, STAGING
 from ..planner.measure.forecast import Forecast
 from ..planner.models import GPT
 from ..utils.sheets import PLAIN, Sheet
@@ -155,7 +155,7 @@ def communication(report: zs.Report, outcome: Outcome) -> list[Sheet]:
     passes = outcome.options.accumulate
     notes = [(f"Theory is for one backward pass; a step of this run had {passes}.", PLAIN)] if passes > 1 else []
     rows = [(f"one step: {kind}", f"{count:,}", megabytes(nbytes)) for kind, (count, nbytes) in outcome.step_traffic.items()]
-    measured = sum(nbytes for kind, (_, nbytes) in outcome.step_traffic.items() if kind != EXCHANGE)
+    measured = sum(nbytes for kind, (_, nbytes) in outcome.step_traffic.items() if kind not in OF_ACTIVATIONS)
     if outcome.uneven:
         mean = statistics.fmean(outcome.uneven.values())
         notes.append((f"Experts: their busiest rank has computed {mean:.3f} times the mean of tokens.", PLAIN))

@@ -29,8 +29,7 @@ SECONDARY = "secondary shards"
 RESIDUALS = "lost in compression"
 STAGING = "staging"
 PARTIAL = "partial gradients"
-EXCHANGE, SEQUENCE = "exchange of tokens and experts", "all-to-all along sp"
-OF_ACTIVATIONS = {EXCHANGE: EP, SEQUENCE: SP}  # kinds of traffic, and their axes; the others are of model states
+OF_ACTIVATIONS = {f"all-to-all along {axis}": axis for axis in (EP, SP)}  # kinds of traffic; the others are of model states
 
 
 class Listener(Protocol):

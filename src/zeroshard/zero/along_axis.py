@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
-from ..comm.base import DirectComm
 from ..comm.mesh.axes import Parts
 from ..errors import ConfigError
-from ..memory.ledger import Ledger
+from ..memory.ledger import STAGING
 from .runtime import Runtime
 
 
-@dataclass(frozen=True)
 class Line:
-    """The ranks along one line of an axis (`comm`), all data-parallel ranks (`everyone`), and the model's ledger."""
+    """The ranks along one line of an axis, and a model's exchanges of activations among them.
 
-    comm: DirectComm
-    everyone: DirectComm
-    ledger: Ledger
+    comm: these ranks. everyone: all data-parallel ranks. Threads: as the Comm.
+    """
+
+    def __init__(self, runtime: Runtime, axis: str, ranks: Parts) -> None:
+        """Open the Comm of the ranks along the axis (collective). ranks: those of the mesh along each line of it."""
+        self.comm, self.everyone = runtime.topology.world.subgroup(ranks, apart=True), runtime.comm
+        self._ledger, self._kind = runtime.tiers.ledger, f"all-to-all along {axis}"
+        self._held = 0  # bytes of the Comm's memory in the ledger
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, label: str, output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Send each rank its part of `input` and wait for what all have sent (collective): `DirectComm.all_to_all`."""
+        work = self.comm.all_to_all(output, input, label, output_counts, input_counts)
+        work.wait()
+        self._ledger.sent(self._kind, work.sent, label)
+        if (held := self.comm.mail_nbytes) != self._held:
+            self._ledger.strike(STAGING, self._held)
+            self._ledger.enter(STAGING, held)
+            self._held = held
 
 
 class AlongAxis(nn.Module):
@@ -55,10 +70,9 @@ def connect(runtime: Runtime, lines: Mapping[str, Parts]) -> None:
 
     lines: by name of an axis, the ranks of the mesh along each line of it.
     """
-    comms: dict[str, DirectComm] = {}
+    opened: dict[str, Line] = {}
     for module in runtime.model.modules():
-        if not isinstance(module, AlongAxis):
-            continue
-        if module.axis not in comms:
-            comms[module.axis] = runtime.topology.world.subgroup(lines[module.axis])
-        module._line = Line(comms[module.axis], runtime.comm, runtime.tiers.ledger)
+        if isinstance(module, AlongAxis):
+            if module.axis not in opened:
+                opened[module.axis] = Line(runtime, module.axis, lines[module.axis])
+            module._line = opened[module.axis]

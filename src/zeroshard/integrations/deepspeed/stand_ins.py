@@ -73,7 +73,10 @@ class ZeRORuntimeException(Exception):
 # -- what zeroshard has not, and what to use instead ----------------------------------------------------------------------
 
 _PIPE = "shard the whole model with stage 3 instead of cutting it into pipeline stages: ranks then hold 1/N of every layer."
-_MOE = "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others."
+_MOE = (
+    "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others, and zs.divide_experts "
+    "divides zs.Experts over an axis ep."
+)
 _SEQUENCE = "call UlyssesSPAttentionHF.register_with_transformers, or shard over a mesh with an axis sp (zs.shard)."
 _INFER = "call deepspeed.initialize without an optimizer (stage 3), or export the model to an inference engine."
 _AUTOTP = "shard with stage 3 instead of tensor parallelism."
