@@ -31,7 +31,7 @@ from zeroshard.cli.sheets import drawn, say, show
 from zeroshard.errors import SwapError
 from zeroshard.memory.io.swap_folder import SwapFolder
 
-from . import cases, checkpoints, gpu, parallel, pictures, report
+from . import cases, checkpoints, gpu, parallel, pictures, report, state_formats
 from .micro import Unmeasured, apart
 from .plan import CONTENDERS, MESH_CONTENDERS, PRECISIONS, TIER_CONTENDERS, ModelShape, Rounds, Workload, select
 from .race import race, table
@@ -159,6 +159,8 @@ def _measure(section: str, given: argparse.Namespace, workload: Workload, rounds
         return apart(cases.host, 20 if given.quick else 60, log_file=logs / "host.log")
     if section == "hostadam":
         return apart(cases.hostadam, log_file=logs / "hostadam.log")
+    if section == "states":
+        return apart(state_formats.section, path, log_file=logs / "states.log")
     if section == "disk":
         return apart(cases.disk, path, log_file=logs / "disk.log")
     if section == "checkpoints":

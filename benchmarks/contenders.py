@@ -38,9 +38,10 @@ from .workload import blocks, build_model, build_optimizer, optimizer_options
 Bytes = dict[str, int]
 Background = tuple[Callable[[], float], Callable[[], object]]  # seconds that training was held up so far; wait for the end
 
-# What zeroshard's contenders offload, as options of zs.shard.
+# What zeroshard's contenders offload, or keep in fewer bits, as options of zs.shard.
 OFFLOADS: dict[str, dict[str, str]] = {
     "": {},
+    "int8": {"optimizer_states": "int8"},
     "opthost": {"offload_optimizer": "cpu"},
     "host": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     "disk": {"offload_optimizer": "nvme"},

@@ -22,6 +22,7 @@ OFFLOAD_LABELS = {  # what is offloaded, and to where; zeroshard's options for e
     "host": "all host",
     "disk": "opt. disk",
     "infinity": "all disk",
+    "int8": "int8 states",  # nothing: they rest in fewer bits
     "offload": "offload",  # for the peers: parameters, gradients and optimizer states on the host
 }
 
@@ -68,6 +69,7 @@ class Contender:
 # DeepSpeed has no bf16 row, since no goal names one.
 CONTENDERS = (
     *(Contender("zs", stage) for stage in range(4)),
+    Contender("zs", 3, offload="int8"),
     Contender("engine", 3),
     *(Contender("ddp"), Contender("fsdp2")),
     *(Contender("ds", stage) for stage in (3, 2, 1)),

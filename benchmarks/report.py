@@ -27,6 +27,7 @@ SECTIONS = {  # in the order in which they are run
     "tiers": "the same with states on the host and on disk",
     "host": "the host's work without communication",
     "hostadam": "the host's Adam beside memory copies and peers",
+    "states": "AdamW's states in 16, 8 and 4 bits beside torchao and bitsandbytes",
     "disk": "the file engine beside dd and fio",
     "checkpoints": "saving and loading beside DCP with FSDP2 and DeepSpeed",
     "parallel": "8 ranks over a mesh (pp 2, dp 2, tp 2) beside FSDP2 with the same stages and styles",

@@ -96,6 +96,9 @@ def test_losses_that_differ_are_found():
         measured = race.table("cpu", "title", Workload(), [same, wrong])
         assert measured.broken and any("losses of zeroshard 3 differ from DDP's" in text for text, _ in measured.notes)
     assert not race.table("cpu", "title", Workload(), [same]).broken
+    for final, broken in ((1.002, False), (1.1, True)):  # int8 states change losses, by a little
+        states = Outcome(Contender("zs", 3, offload="int8"), cpu_s=[1.0], losses=[2.0, final], rounds_step_s=[[1.0]])
+        assert race.table("cpu", "title", Workload(), [same, states]).broken is broken
 
 
 def test_results_are_written_and_missing_numbers_stay_missing(tmp_path, capsys):
@@ -127,7 +130,7 @@ def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path, c
         (["--only", "fsdp3"], "got 'fsdp3'"),
         (
             ["--sections", "tpu"],
-            "expected --sections among cpu, tiers, host, hostadam, disk, checkpoints, parallel, gpu, got tpu",
+            "expected --sections among cpu, tiers, host, hostadam, states, disk, checkpoints, parallel, gpu, got tpu",
         ),
         (["--path", "/nowhere"], "--path: .*/nowhere does not exist"),
         (["--rounds", "0"], "expected --rounds"),
