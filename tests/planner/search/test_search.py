@@ -136,6 +136,12 @@ def test_a_search_offers_tp_only_where_the_runtime_divides_the_vocabulary():
         search(request, 64, fixed={"tp": 2})
 
 
+def test_parameters_are_sent_beside_the_next_forward_after_a_step():
+    """By dry runs stages 2 and 3 of a step that computation bounds take the same: the plainer one is advised."""
+    seconds = [step_seconds(SEVEN, Layout(dp=8, stage=stage, node_size=4, micro_batch=16), A100)[0] for stage in (2, 3)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.01)
+
+
 def test_no_pipeline_is_searched_in_fp16():
     """Each stage would have a loss scale of its own, which the runtime refuses."""
     assert {layout.pp for layout in by_formula(TINY, A100, 8, 64, "fp16")} == {1}
