@@ -131,6 +131,14 @@ def test_tensorboard_where_it_is_installed(tmp_path):
     assert list((tmp_path / "DeepSpeedJobName").glob("events.*"))
 
 
+def test_every_rank_may_flush_tensorboard(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: True)
+    monkeypatch.setattr(monitor.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(monitor.dist, "get_rank", lambda: 1)
+    master = monitor.MonitorMaster({"tensorboard": {"enabled": True}})
+    assert master.tb_monitor.summary_writer is None and master.tb_monitor.flush() is None
+
+
 def test_wandb_where_it_is_installed(monkeypatch):
     calls = []
     fake = SimpleNamespace(init=lambda **given: calls.append(given), log=lambda data, step: calls.append((data, step)))
