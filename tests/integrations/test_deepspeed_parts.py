@@ -164,7 +164,7 @@ def test_the_cpu_as_an_accelerator(afresh, monkeypatch):
     assert device.communication_backend_name() == "gloo" and device.is_available() and device.device_count() >= 1
     monkeypatch.setenv("LOCAL_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    assert device.device_count() == 3 and device.current_device() == 2
+    assert device.device_count() == 3 and torch.ones(1, device=device.current_device()).device.type == "cpu"
     fast = torch.ops.mkldnn._is_mkldnn_fp16_supported()  # training in fp16 works without, slowly
     assert device.supported_dtypes() == [torch.float, *([torch.half] if fast else []), torch.bfloat16]
     assert (
@@ -285,6 +285,12 @@ def test_small_helpers(capsys, tmp_path):
     assert capsys.readouterr().out == ""
     utilities.see_memory_usage("here", force=True)
     assert "here\nMA " in (out := capsys.readouterr().out) and "percent" in out
+    from zeroshard.deepspeed.compression.helper import recursive_getattr, recursive_setattr
+
+    recursive_setattr(model := nn.Sequential(nn.Sequential(layer)), "0.0", new := nn.Identity())
+    assert recursive_getattr(model, "0.0") is new
+    recursive_setattr(model, "1", new)
+    assert model[1] is new
 
 
 # -- builders and stand-ins --------------------------------------------------------------------------------------

@@ -164,6 +164,10 @@ class Checkpoints(Settings):
         except (FileNotFoundError, PermissionError) as error:
             logger.info(f"{dst} could not be made executable ({error}): run it as `python {dst}`.")
 
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: object, expp_rank: int) -> str:
+        """Return the path that DeepSpeed gives an optimizer file of experts; no such file is written here."""
+        return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
+
     # -- load ----------------------------------------------------------------------------------------------------
 
     def load_checkpoint(

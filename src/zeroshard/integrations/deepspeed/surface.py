@@ -20,14 +20,16 @@ _GROUPS = (
     "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group get_tensor_model_parallel_rank "
     "get_tensor_model_parallel_world_size initialize"
 )
-_INIT = "GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter"
+_INIT = (
+    "DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter"
+)
 _TILED = "TiledLinear TiledLinearReturnBias"
 _TABLE = {
     ".": "accelerator: get_accelerator; communication: TORCH_DISTRIBUTED_DEFAULT_PORT init_distributed; ds_config: "
     "DeepSpeedConfig; engine: DeepSpeedEngine; door: install; logs: log_dist logger; sections: DeepSpeedConfigError; setup: "
     "add_config_arguments initialize; stand_ins: DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedOptimizer "
     "DeepSpeedTransformerConfig DeepSpeedTransformerLayer InferenceEngine PipelineEngine PipelineModule init_inference "
-    "replace_transformer_layer set_autotp_mode tp_model_init; utilities: OnDevice; door: __version__=VERSION "
+    "replace_transformer_layer set_autotp_mode tp_model_init; utilities: OnDevice; door: __git_branch__=UNKNOWN __git_hash__=UNKNOWN __version__=VERSION "
     "__version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH version=VERSION",
     "accelerator": "accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator",
     "accelerator.real_accelerator": "accelerator: get_accelerator is_current_accelerator_supported set_accelerator",
@@ -41,6 +43,7 @@ _TABLE = {
     "get_global_rank get_local_rank get_rank get_world_group get_world_size has_all_gather_into_tensor "
     "inference_all_reduce init_distributed is_available is_initialized log_summary monitored_barrier "
     "new_group recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send",
+    "compression.helper": "utilities: recursive_getattr recursive_setattr",
     "constants": "communication: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
     "git_version_info": "utilities: torch_info; door: version=VERSION",
     "inference.config": "stand_ins: DeepSpeedInferenceConfig",
@@ -70,9 +73,10 @@ _TABLE = {
     "profiling.flops_profiler": "stand_ins: FlopsProfiler",
     "runtime.base_optimizer": "stand_ins: DeepSpeedOptimizer ZeROOptimizer",
     "runtime.bf16_optimizer": "stand_ins: BF16_Optimizer",
-    "runtime.config": "ds_config: ADAM_OPTIMIZER DeepSpeedConfig LAMB_OPTIMIZER get_gradient_clipping; sections: "
+    "runtime.config": "ds_config: ADAM_OPTIMIZER DeepSpeedConfig LAMB_OPTIMIZER get_gradient_clipping get_log_level; sections: "
     "DeepSpeedConfigError",
-    "runtime.constants": "ds_config: GRADIENT_CLIPPING_DEFAULT",
+    "runtime.config_utils": "config_model: DeepSpeedConfigModel",
+    "runtime.constants": "ds_config: GRADIENT_CLIPPING_DEFAULT LOG_LEVEL_DEFAULT",
     "runtime.dataloader": "setup: DeepSpeedDataLoader; utilities: RepeatingLoader",
     "runtime.engine": "engine: DeepSpeedEngine",
     "runtime.fp16.fused_optimizer": "stand_ins: FP16_Optimizer",
@@ -95,10 +99,12 @@ _TABLE = {
     "OffloadDeviceEnum",
     "runtime.zero.leaf_module_config": "leaf_modules: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES "
     "DEFAULT_LEAF_MODULE_NAME_SUFFIXES; sections: DeepSpeedZeroLeafModuleConfig",
+    "runtime.zero.linear": "linears: LinearFunctionForZeroStage3 LinearModuleForZeroStage3 autocast_custom_bwd autocast_custom_fwd "
+    "zero3_linear_wrap",
     "runtime.zero.offload_config": "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
     "OffloadDeviceEnum OffloadStateTypeEnum",
-    "runtime.zero.partition_parameters": f"accelerator: get_accelerator; partition: {_INIT} MultipleAllGatherHandles "
-    "_orig_torch_arange _orig_torch_empty is_zero_param partitioned_param_data_shape zero_wrapper_for_fp_tensor_constructor",
+    "runtime.zero.partition_parameters": f"accelerator: get_accelerator; linears: zero3_linear_wrap; partition: {_INIT} DEFAULT_TENSOR_OVERRIDES "
+    "MultipleAllGatherHandles _contradicting_single_rank_pg_error _orig_torch_arange _orig_torch_empty is_zero_param partitioned_param_data_shape zero_wrapper_for_fp_tensor_constructor",
     "runtime.zero.stage3": "engine_optimizer: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
     "runtime.zero.tiling": f"linears: {_TILED}",
@@ -145,7 +151,6 @@ INSTEAD: dict[str, str] = {  # module or name of DeepSpeed that does not exist h
     "runtime.activation_checkpointing": "deepspeed.checkpointing.checkpoint and zs.checkpoint_activations recompute activations.",
     "runtime.checkpoint_engine": "engine.save_checkpoint and load_checkpoint write and read by themselves, in the background as well.",
     "runtime.comm": "zs.shard reduces and gathers by itself; torch.distributed has collectives for code of one's own.",
-    "runtime.config_utils": "Derive configurations from pydantic.BaseModel.",
     "runtime.data_pipeline": "Use a sampler or data set of torch.utils.data.",
     "runtime.fp16.loss_scaler": 'engine.optimizer.loss_scale and loss_scaler tell the scale; {"fp16": ...} says how it changes.',
     "runtime.fp16.onebit": "Use FusedAdam: momenta are not compressed.",
@@ -154,7 +159,6 @@ INSTEAD: dict[str, str] = {  # module or name of DeepSpeed that does not exist h
     "runtime.superoffload": "offload_optimizer with device cpu steps on the host; zs.shard(delayed_update=...) beside training.",
     "runtime.torch_autocast": "Gradients of all parameters are sent in communication_data_type.",
     "runtime.utils": "Norms and clipping: engine.get_global_grad_norm(), gradient_clipping, zs.clip_grad_norm_.",
-    "runtime.zero.linear": "Use torch.nn.Linear: stage 3 saves the memory of every module.",
     "runtime.zero.offload_states": "engine.offload_states() and reload_states() move states; zs.report(model) tells where they rest.",
     "utils.bwc": "There is no tensor parallelism: its size is 1 and the rank 0.",
     "utils.groups": "There is data parallelism only: deepspeed.comm has its ranks, and all other groups have one rank.",

@@ -7,6 +7,7 @@ other kind of group return size 1, rank 0 and None as the group.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -103,6 +104,17 @@ def OnDevice(dtype: torch.dtype | None = None, device: str | torch.device = "met
 def instrument_w_nvtx(func: T) -> T:
     """Return the function itself; profilers show it by its own name."""
     return func
+
+
+def recursive_getattr(model: object, module_name: str) -> Any:
+    """Return model.a.b for 'a.b'."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: object, module_name: str, module: object) -> None:
+    """Set model.a.b to the module for 'a.b'."""
+    above, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, above) if above else model, last, module)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
