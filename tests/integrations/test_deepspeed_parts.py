@@ -303,15 +303,14 @@ def test_builders_tell_what_pure_python_does():
 
 
 def test_stand_ins_can_be_imported_and_derived_from_and_say_what_to_use():
-    class Pipe(stand_ins.PipelineModule):
+    class Attention(stand_ins.DistributedAttention):
         def __init__(self):
-            super().__init__(layers=[])
+            super().__init__(None, None)
 
-    refused = (Pipe, lambda: stand_ins.LayerSpec(nn.Linear, 2, 2), lambda: stand_ins.TiedLayerSpec("a", nn.Linear))
-    for build in (*refused, lambda: stand_ins.MoE(8, nn.Linear(8, 8)), stand_ins.init_inference, stand_ins.tp_model_init):
+    for build in (Attention, lambda: stand_ins.MoE(8, nn.Linear(8, 8)), stand_ins.init_inference, stand_ins.tp_model_init):
         with pytest.raises(stand_ins.NotSupported, match="zeroshard.deepspeed has no .*: "):
             build()
-    assert issubclass(stand_ins.PipelineModule, nn.Module) and issubclass(
+    assert issubclass(stand_ins.DistributedAttention, nn.Module) and issubclass(
         stand_ins.NotSupported, (NotImplementedError, zs.ZeroshardError)
     )
 

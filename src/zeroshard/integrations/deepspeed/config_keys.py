@@ -151,7 +151,6 @@ _TOP = (
     _H("log_level", None, "level of the package's logger"),
     _N("vocabulary_size", None, "a hint about alignment"),
     _N("flops_profiler", None, "operations are not counted: torch.utils.flop_counter does that"),
-    _N("pipeline", None, "there is no PipelineModule: see torch.distributed.pipelining"),
     *(_R(name, default, "other parallel dimensions are not in the configuration: leave it out, and pass a process group of "
         "the data-parallel ranks",
          is_on=_several) for name, default in {"sequence_parallel_size": 1, "data_parallel_size": None}.items()),
@@ -285,6 +284,13 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         _N("synchronize_checkpoint_boundary", False, f"nothing has to wait there: {_SAME}"),
         _N("profile", False, "no timers are printed: see torch.profiler"),
     ),
+    "pipeline": (
+        _H("activation_checkpoint_interval", 0, "of a PipelineModule: layers that are recomputed together; 0: the module's own"),
+        *(_N(name, value, "DeepSpeed does not read it either: PipelineModule has arguments") for name, value in {
+            "stages": "auto", "partition": "best", "seed_layers": False}.items()),
+        *(_N(name, True, f"ranks that share a layer send whole activations: {_SAME}") for name in ("pipe_partitioned", "grad_partitioned")),
+        _N("use_reentrant", None, f"layers are recomputed without reentrant autograd: {_SAME}"),
+    ),
     "aio": (
         *(_N(name, value, f"zs.io has depths and sizes of its own: {_SAME}") for name, value in {
             "block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
@@ -296,7 +302,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         _H("load_universal", False, "load_checkpoint without a tag takes what latest_universal names"),
         _N("use_node_local_storage", False, "ranks write into one folder that all of them see"),
         _H("parallel_write", None, "below"),
-        _N("parallel_write.pipeline_stage", False, "there are no pipeline stages; ranks always write at the same time"),
+        _N("parallel_write.pipeline_stage", False, "all ranks always write at the same time"),
         _N("checkpoint_serialization", True, "the format is zeroshard's own"),
         _H("writer", None, "below"),
         *(_N(f"writer.{name}", value, "all checkpoints are written by zs.io") for name, value in {

@@ -27,9 +27,11 @@ from .engine import DeepSpeedEngine
 from .logs import log_dist, set_log_level_from_string
 from .lr_schedules import schedule_from_config
 from .monitor import MonitorMaster
+from .pipe import PipelineModule, check_config
 from .sections import DeepSpeedConfigError
 from .shard_options import build_optimizer, cast_buffers, shard_options
-from .stand_ins import PipelineModule, ZeRORuntimeException
+from .stand_ins import ZeRORuntimeException
+from .utilities import RepeatingLoader
 
 T = TypeVar("T")
 Initialized = tuple[DeepSpeedEngine, Any, Any, Any]  # engine, optimizer, data loader and scheduler; an editor sees no Optional
@@ -56,10 +58,7 @@ def initialize(
     """
     log_dist(f"DeepSpeed info: version={VERSION}, git-hash=None, git-branch=None", ranks=[0])
     assert model is not None, "deepspeed.initialize requires a model"
-    if isinstance(model, PipelineModule):
-        raise DeepSpeedConfigError(
-            "PipelineModule: pipelines are not served through DeepSpeed's interface; use torch.distributed.pipelining."
-        )
+    assert mpu is None or not isinstance(model, PipelineModule), "mpu must be None with pipeline parallelism: leave it out"
     if mesh_param is not None:
         raise DeepSpeedConfigError(
             "mesh_param: sequence parallelism is not served; pass a data-parallel group by mpu, or leave it out."
@@ -94,27 +93,38 @@ def _initialize(
     group = None if mpu is None else mpu.get_data_parallel_group()
     device, local_rank = _device(args)
     comm = backend_select.current(group, talking_device(device), communication.stall_timeout_s())
-    config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, comm.world_size))
+    mesh = model.mpu().mesh if isinstance(model, PipelineModule) else None
+    data_ranks = comm.world_size // (model.num_stages if isinstance(model, PipelineModule) else 1)
+    config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, data_ranks))
     _compare(comm, config)
     if "_zeroshard" in model.__dict__:  # the model belongs to an earlier engine
         model_parameters = _let_go(model, optimizer, model_parameters)
     basic, lr_scheduler, options, monitor = _together(
         comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, mpu, config, device)
     )
-    api.shard(model, basic, comm=None if group is None else comm, **options)
+    api.shard(model, basic, comm=None if group is None else comm, mesh=mesh, **options)
     take_interface(runtime_of(model))  # engine.module is of the program's own class, as in DeepSpeed
     config.say_notes()
     if config.log_level is not None:
         set_log_level_from_string(config.log_level)
     if config.dump_state and backend_select.rank_and_size()[0] == 0:
         config.print("DeepSpeedEngine configuration")
-    engine = DeepSpeedEngine(
+    kind: type[DeepSpeedEngine] = DeepSpeedEngine
+    if isinstance(model, PipelineModule):
+        from .pipe_engine import PipelineEngine  # torch.distributed.pipelining takes a second to import
+
+        kind = PipelineEngine
+    engine = kind(
         model, basic, config, client=client, device=device, local_rank=local_rank, mpu=mpu, collate_fn=collate_fn, monitor=monitor
     )
     partition.attach(model)
     partition.here.checks_writes = config.zero_config.enable_sanity_checks
     engine.lr_scheduler = lr_scheduler
-    if training_data is not None:
+    if training_data is not None and isinstance(model, PipelineModule):  # the same samples at all stages, over and over
+        data: Any = training_data
+        sampler: Sampler = DistributedSampler(data, num_replicas=data_ranks, rank=runtime_of(model).comm.rank, shuffle=False)
+        engine.set_dataloader(RepeatingLoader(deepspeed_io(engine, data, data_sampler=sampler)))
+    elif training_data is not None:
         engine.training_dataloader = deepspeed_io(engine, training_data)
     if config.disable_python_gc:
         engine._gc_was_on = gc.isenabled()
@@ -171,6 +181,8 @@ def _prepare(
     model: nn.Module, optimizer: object, model_parameters: object, lr_scheduler: object, mpu: object, config: DeepSpeedConfig, device: torch.device
 ) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:  # fmt: skip
     """Cast and move the model; return optimizer, scheduler, options of zs.shard and monitor. It may raise on a single rank."""
+    if isinstance(model, PipelineModule):
+        check_config(config, model.num_stages)
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
     cast_buffers(config, model)
     for param in model.parameters() if config.model_dtype is not torch.float32 else ():

@@ -72,7 +72,6 @@ class ZeRORuntimeException(Exception):
 
 # -- what zeroshard has not, and what to use instead ----------------------------------------------------------------------
 
-_PIPE = "shard the whole model with stage 3 instead of cutting it into pipeline stages: ranks then hold 1/N of every layer."
 _MOE = "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others."
 _SEQUENCE = "long sequences: zs.tile and zs.tiled_cross_entropy, and activation checkpoints with partition or offload."
 _INFER = "call deepspeed.initialize without an optimizer (stage 3), or export the model to an inference engine."
@@ -80,11 +79,6 @@ _AUTOTP = "shard with stage 3 instead of tensor parallelism."
 _LAYER = "use torch.nn.TransformerEncoderLayer."
 _LAMB = "use FusedAdam, with a warm-up for large batches, or FusedLion; LAMB takes norms of whole parameters."
 
-PipelineModule = _stand_in("PipelineModule", _PIPE, nn.Module)
-PipelineEngine = _stand_in("PipelineEngine", _PIPE, nn.Module)
-LayerSpec = _stand_in("LayerSpec", _PIPE)
-TiedLayerSpec = _stand_in("TiedLayerSpec", _PIPE, LayerSpec)
-ProcessTopology = _stand_in("ProcessTopology", _PIPE)
 MoE = _stand_in("MoE", _MOE, nn.Module)
 Experts = _stand_in("Experts", _MOE, nn.Module)
 DistributedAttention = _stand_in("DistributedAttention", _SEQUENCE, nn.Module)
