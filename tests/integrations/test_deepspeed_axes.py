@@ -1,7 +1,8 @@
-"""DeepSpeed's words for axes that cut the model: PipelineModule, against one process and torch alone."""
+"""DeepSpeed's words for axes that cut the model: PipelineModule and AutoTP, against one process and torch alone."""
 
 import itertools
 
+import pipeline_kit
 import pytest
 import torch
 import torch.distributed as dist
@@ -211,6 +212,71 @@ def test_pipelines_train_as_one_process(tmp_path):
         )  # fmt: skip
         for sentence, text in zip(sentences, said, strict=True):
             assert sentence in text, text
+
+
+def _tensors(rank, ranks, folder):
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    given = {**config(1), "gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": pipeline_kit.ROWS}
+
+    def engine_of(tp, noted=0):
+        model, section = pipeline_kit.model(), {"tensor_parallel": {"autotp_size": tp}} if tp else {}
+        model = deepspeed.tp_model_init(model, noted, torch.float32) if noted else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config={**given, **section})[0]
+
+    def train(engine, first, last):
+        found = []
+        for step in range(first, last):
+            tokens, targets = pipeline_kit.batch(step, deepspeed.utils.groups.get_data_parallel_rank())
+            loss = pipeline_kit.loss(engine(tokens), targets)
+            engine.backward(loss)
+            engine.step()
+            found.append((loss.item(), engine.get_global_grad_norm()))
+        return found
+
+    engine = engine_of(0, noted=2)
+    told = train(engine, 0, 2)
+    groups = deepspeed.utils.groups
+    place = (
+        groups.get_data_parallel_rank(),
+        groups.get_tensor_model_parallel_rank(),
+        groups.get_tensor_model_parallel_world_size(),
+    )
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = engine_of(0)  # no ranks share a layer
+    engine.load_checkpoint(folder)
+    total = sum(value.double().square().sum().item() for value in zs.full_state_dict(engine.module).values())
+    engine.destroy()
+    said = []
+    for tp, noted in ((3, 0), (2, 4), (-1, 0), (4, 0)):
+        with pytest.raises((sections.DeepSpeedConfigError, zs.ConfigError)) as caught:
+            engine_of(tp, noted)
+        said.append(str(caught.value))
+    return told, place, total, said
+
+
+@pytest.mark.processes
+def test_layers_cut_over_ranks_train_as_one_process(tmp_path):
+    model = pipeline_kit.model()
+    optimizer, expected = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3), []
+    for step in range(2):
+        losses = [pipeline_kit.loss(model(x), y) for x, y in (pipeline_kit.batch(step, dp) for dp in range(2))]
+        (sum(losses) / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(([loss.item() for loss in losses], norm))
+    wanted = sum(value.double().square().sum().item() for value in model.state_dict().values())
+    for rank, (told, place, total, said) in enumerate(run_processes(_tensors, 4, str(tmp_path), timeout_s=200)):
+        assert place == (rank // 2, rank % 2, 2) and abs(total - wanted) < 1e-4
+        for (loss, norm), (losses, wanted_norm) in zip(told, expected, strict=True):
+            assert abs(loss - losses[rank // 2]) < 1e-5 and abs(norm - wanted_norm) < 1e-5
+        for text, sentence in zip(
+            said, ("a divisor of the 4 ranks", "tp_model_init: 4", "got -1", "2 attention heads"), strict=True
+        ):
+            assert sentence in text
 
 
 def test_ranks_of_a_topology():

@@ -307,7 +307,7 @@ def test_stand_ins_can_be_imported_and_derived_from_and_say_what_to_use():
         def __init__(self):
             super().__init__(None, None)
 
-    for build in (Attention, lambda: stand_ins.MoE(8, nn.Linear(8, 8)), stand_ins.init_inference, stand_ins.tp_model_init):
+    for build in (Attention, lambda: stand_ins.MoE(8, nn.Linear(8, 8)), stand_ins.init_inference, stand_ins.set_autotp_mode):
         with pytest.raises(stand_ins.NotSupported, match="zeroshard.deepspeed has no .*: "):
             build()
     assert issubclass(stand_ins.DistributedAttention, nn.Module) and issubclass(

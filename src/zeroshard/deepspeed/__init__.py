@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.stand_ins import init_inference as init_inference
     from ..integrations.deepspeed.stand_ins import replace_transformer_layer as replace_transformer_layer
     from ..integrations.deepspeed.stand_ins import set_autotp_mode as set_autotp_mode
-    from ..integrations.deepspeed.stand_ins import tp_model_init as tp_model_init
+    from ..integrations.deepspeed.tensor_parallel import tp_model_init as tp_model_init
     from ..integrations.deepspeed.utilities import OnDevice as OnDevice
 
     checkpointing, comm, zero = activation, communication, partition

@@ -45,13 +45,6 @@ def _several(value: object) -> bool:
     return isinstance(value, (int, float)) and value > 1
 
 
-def _tensor_parallel(section: object) -> bool:
-    if not isinstance(section, Mapping):
-        return is_on(section)
-    inner = section.get("tensor_parallel") or section.get("tp") or {}
-    return _several(section.get("autotp_size")) or _several(inner.get("tp_size"))
-
-
 @dataclass(frozen=True)
 class Key:
     """One key of a configuration.
@@ -284,6 +277,16 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         _N("synchronize_checkpoint_boundary", False, f"nothing has to wait there: {_SAME}"),
         _N("profile", False, "no timers are printed: see torch.profiler"),
     ),
+    "tensor_parallel": (
+        _H("autotp_size", 0, "number of neighbouring ranks that share each layer, and read the same data; 0 and 1: none"),
+        _N("tp_overlap_comm", False, f"a choice of traffic: {_SAME}"),
+        _N("dtype", None, "the enabled precision says it"),
+        _R("partition_config", None, "leave it out: zs.parallelize(styles=) takes styles by name"),
+        *(_N(name, None, "a model is cut by the plan that it brings, or by its family's") for name in (
+            "preset_model", "injection_policy_tuple")),
+        *(_N(name, None, "autotp_size says how many ranks share a layer") for name in ("tensor_parallel", "tp")),
+        *(_N(name, False, "it is about inference") for name in ("keep_module_on_host", "replace_with_kernel_inject")),
+    ),
     "pipeline": (
         _H("activation_checkpoint_interval", 0, "of a PipelineModule: layers that are recomputed together; 0: the module's own"),
         *(_N(name, value, "DeepSpeed does not read it either: PipelineModule has arguments") for name, value in {
@@ -333,7 +336,6 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
 
 _GONE = "DeepSpeed has removed it as well: leave it out"
 _REFUSED = (  # sections are refused as a whole, with all their keys
-    _R("tensor_parallel", None, "leave it out, and see torch.distributed.tensor.parallel", is_on=_tensor_parallel),
     _R("expert_parallel", None, "leave it out: experts are sharded like all parameters (leaf_module for blocks of experts)"),
     _R("compile", None, "leave it out; engine.compile() and torch.compile work",
         is_on=lambda section: is_on(section.get("deepcompile")) if isinstance(section, Mapping) else is_on(section)),

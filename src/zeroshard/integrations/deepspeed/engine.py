@@ -93,9 +93,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.optimizer = wrap(optimizer, config)
         self.device, self.local_rank = known["device"], known["local_rank"]
         self.mpu, self.collate_fn, self.monitor = known["mpu"], known["collate_fn"], known["monitor"]
-        comm = runtime_of(module).comm
-        self.world_size = self.dp_world_size = comm.world_size
-        self.global_rank = comm.rank
+        topology = runtime_of(module).topology
+        self.dp_world_size, self.world_size, self.global_rank = (
+            topology.control.world_size,
+            topology.world.world_size,
+            topology.world.rank,
+        )
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0

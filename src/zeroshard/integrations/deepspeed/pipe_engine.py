@@ -32,15 +32,13 @@ from .stand_ins import NotSupported
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """The engine that `initialize` returns for a PipelineModule. global_rank and world_size are of all ranks."""
+    """The engine that `initialize` returns for a PipelineModule."""
 
     module: PipelineModule
 
     def __init__(self, module: PipelineModule, *args: Any, **known: Any) -> None:
         super().__init__(module, *args, **known)
         self.grid = self.mpu = module._grid
-        world = runtime_of(module).topology.world
-        self.global_rank, self.world_size = world.rank, world.world_size
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()

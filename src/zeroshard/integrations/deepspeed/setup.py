@@ -21,7 +21,7 @@ from ...comm.codec import exchange_values
 from ...comm.process_group import talking_device
 from ...zero.ddp_interface import take_interface
 from ...zero.runtime import runtime_of
-from . import VERSION, activation, communication, leaf_modules, partition
+from . import VERSION, activation, communication, leaf_modules, partition, tensor_parallel
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
 from .logs import log_dist, set_log_level_from_string
@@ -31,7 +31,7 @@ from .pipe import PipelineModule, check_config
 from .sections import DeepSpeedConfigError
 from .shard_options import build_optimizer, cast_buffers, shard_options
 from .stand_ins import ZeRORuntimeException
-from .utilities import RepeatingLoader
+from .utilities import RepeatingLoader, set_mesh
 
 T = TypeVar("T")
 Initialized = tuple[DeepSpeedEngine, Any, Any, Any]  # engine, optimizer, data loader and scheduler; an editor sees no Optional
@@ -94,14 +94,21 @@ def _initialize(
     device, local_rank = _device(args)
     comm = backend_select.current(group, talking_device(device), communication.stall_timeout_s())
     mesh = model.mpu().mesh if isinstance(model, PipelineModule) else None
-    data_ranks = comm.world_size // (model.num_stages if isinstance(model, PipelineModule) else 1)
+    tensor_ranks = _together(comm, "tensor_parallel", lambda: tensor_parallel.ranks_of(model, given, mpu, comm.world_size))
+    data_ranks = comm.world_size // (model.num_stages if isinstance(model, PipelineModule) else tensor_ranks)
     config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, data_ranks))
     _compare(comm, config)
     if "_zeroshard" in model.__dict__:  # the model belongs to an earlier engine
-        model_parameters = _let_go(model, optimizer, model_parameters)
+        model_parameters = _renewed(model, optimizer, model_parameters, lambda: _let_go(model))
+    _together(comm, "the model", lambda: _move(model, config, mpu, device))
+    if tensor_ranks > 1:
+        mesh = tensor_parallel.mesh_of(tensor_ranks, comm.world_size)
+        model_parameters = _renewed(model, optimizer, model_parameters, lambda: tensor_parallel.cut(model, mesh))
     basic, lr_scheduler, options, monitor = _together(
-        comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, mpu, config, device)
+        comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, config)
     )
+    if mesh is not None:
+        set_mesh(mesh)
     api.shard(model, basic, comm=None if group is None else comm, mesh=mesh, **options)
     take_interface(runtime_of(model))  # engine.module is of the program's own class, as in DeepSpeed
     config.say_notes()
@@ -132,12 +139,17 @@ def _initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _let_go(model: nn.Module, optimizer: object, given: object) -> object:
-    """Close the model's earlier engine. Return `given` with parameters replaced that zs.close has replaced in the model."""
+def _let_go(model: nn.Module) -> None:
+    """Close the model's earlier engine: the model has ordinary parameters again, which may be new objects."""
+    partition.detach(model)
+    api.close(model)
+
+
+def _renewed(model: nn.Module, optimizer: object, given: object, change: Callable[[], object]) -> object:
+    """Call `change`, replace in the optimizer the parameters that it has replaced in the model, and return `given` with the new ones."""
     before = dict(model.named_parameters())
     given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
-    partition.detach(model)
-    api.close(model)  # it gives the model ordinary parameters, which may be new objects
+    change()
     now = {id(before[name]): param for name, param in model.named_parameters()}
 
     def renewed(entry: object) -> Any:
@@ -177,10 +189,8 @@ def _config(given: object, mpu: object, optimizer: object, lr_scheduler: object,
     return config
 
 
-def _prepare(
-    model: nn.Module, optimizer: object, model_parameters: object, lr_scheduler: object, mpu: object, config: DeepSpeedConfig, device: torch.device
-) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:  # fmt: skip
-    """Cast and move the model; return optimizer, scheduler, options of zs.shard and monitor. It may raise on a single rank."""
+def _move(model: nn.Module, config: DeepSpeedConfig, mpu: object, device: torch.device) -> None:
+    """Cast the model, move it to the device, and let it recompute activations as configured. It may raise on a single rank."""
     if isinstance(model, PipelineModule):
         check_config(config, model.num_stages)
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
@@ -191,6 +201,12 @@ def _prepare(
     if device.type != "cpu" and not any(param.is_meta for param in model.parameters()):
         model.to(device)
     activation.apply_config(model, config, mpu)
+
+
+def _prepare(
+    model: nn.Module, optimizer: object, model_parameters: object, lr_scheduler: object, config: DeepSpeedConfig
+) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:
+    """Return optimizer, scheduler, options of zs.shard and monitor. It may raise on a single rank."""
     for name, param in model.named_parameters() if (config.optimizer_name or "").lower() == "muon" else ():
         param.use_muon = param.dim() == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
     basic = _basic_optimizer(model, optimizer, model_parameters, config)
@@ -339,9 +355,10 @@ def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None =
     options = {
         "num_workers" if key == "num_local_io_workers" else key: value for key, value in options.items() if value is not None
     }
+    comm = runtime_of(engine.module).comm  # ranks that share layers read the same
     pinned = options.pop("pin_memory", True) and torch.cuda.is_available()
     return DeepSpeedDataLoader(
-        dataset, batch_size or engine.train_micro_batch_size_per_gpu(), rank=engine.global_rank, world_size=engine.world_size,
+        dataset, batch_size or engine.train_micro_batch_size_per_gpu(), rank=comm.rank, world_size=comm.world_size,
         collate_fn=options.pop("collate_fn", engine.collate_fn), drop_last=engine.dataloader_drop_last(), shuffle=route == "train",
         pin_memory=pinned, **options,
     )  # fmt: skip

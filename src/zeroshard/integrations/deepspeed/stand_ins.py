@@ -75,7 +75,7 @@ class ZeRORuntimeException(Exception):
 _MOE = "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others."
 _SEQUENCE = "long sequences: zs.tile and zs.tiled_cross_entropy, and activation checkpoints with partition or offload."
 _INFER = "call deepspeed.initialize without an optimizer (stage 3), or export the model to an inference engine."
-_AUTOTP = "shard with stage 3 instead of tensor parallelism."
+_AUTOTP = 'say {"tensor_parallel": {"autotp_size": N}} in the configuration, or call deepspeed.tp_model_init.'
 _LAYER = "use torch.nn.TransformerEncoderLayer."
 _LAMB = "use FusedAdam, with a warm-up for large batches, or FusedLion; LAMB takes norms of whole parameters."
 
@@ -97,7 +97,6 @@ FusedLamb = _stand_in("FusedLamb", _LAMB, torch.optim.Optimizer)
 
 init_inference = _refused("init_inference", _INFER)
 replace_transformer_layer = _refused("replace_transformer_layer", _INFER)
-tp_model_init = _refused("tp_model_init", _AUTOTP)
 set_autotp_mode = _refused("set_autotp_mode", _AUTOTP)
 
 # -- deepspeed.moe.utils: a model without MoE layers has no expert parameters ---------------------------------------------

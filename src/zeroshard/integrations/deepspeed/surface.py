@@ -27,7 +27,7 @@ _TABLE = {
     "DeepSpeedConfig; engine: DeepSpeedEngine; door: install; logs: log_dist logger; sections: DeepSpeedConfigError; setup: "
     "add_config_arguments initialize; pipe: PipelineModule; pipe_engine: PipelineEngine; stand_ins: DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedOptimizer "
     "DeepSpeedTransformerConfig DeepSpeedTransformerLayer InferenceEngine init_inference "
-    "replace_transformer_layer set_autotp_mode tp_model_init; utilities: OnDevice; door: __version__=VERSION "
+    "replace_transformer_layer set_autotp_mode; tensor_parallel: tp_model_init; utilities: OnDevice; door: __version__=VERSION "
     "__version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH version=VERSION",
     "accelerator": "accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator",
     "accelerator.real_accelerator": "accelerator: get_accelerator is_current_accelerator_supported set_accelerator",
@@ -156,8 +156,8 @@ INSTEAD: dict[str, str] = {  # module or name of DeepSpeed that does not exist h
     "runtime.utils": "Norms and clipping: engine.get_global_grad_norm(), gradient_clipping, zs.clip_grad_norm_.",
     "runtime.zero.linear": "Use torch.nn.Linear: stage 3 saves the memory of every module.",
     "runtime.zero.offload_states": "engine.offload_states() and reload_states() move states; zs.report(model) tells where they rest.",
-    "utils.bwc": "There is no tensor parallelism: its size is 1 and the rank 0.",
-    "utils.groups": "There is data parallelism only: deepspeed.comm has its ranks, and all other groups have one rank.",
+    "utils.bwc": "deepspeed.utils.groups has the groups of ranks that share layers.",
+    "utils.groups": "There are groups of data parallelism and of ranks that share layers; all others have one rank.",
     "utils.logging": "deepspeed.utils.logger is a logger of Python's logging.",
     "utils.module_utils": "model.get_submodule(name) and model.set_submodule(name, module) are torch's.",
     "utils.numa": "Start ranks under numactl, or with zeroshard-deepspeed --bind_cores_to_rank.",
