@@ -147,7 +147,7 @@ _TOP = (
     *(_R(name, default, "other parallel dimensions are not in the configuration: leave it out, and pass a process group of "
         "the data-parallel ranks",
          is_on=_several) for name, default in {"sequence_parallel_size": 1, "data_parallel_size": None}.items()),
-    _R("use_data_before_expert_parallelism", False, "there is no expert parallelism: leave it out"),
+    _R("use_data_before_expert_parallelism", False, "leave it out: the ranks that divide experts (ep_size) are neighbours"),
 )  # fmt: skip
 
 _ZERO = (
@@ -336,7 +336,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
 
 _GONE = "DeepSpeed has removed it as well: leave it out"
 _REFUSED = (  # sections are refused as a whole, with all their keys
-    _R("expert_parallel", None, "leave it out: experts are sharded like all parameters (leaf_module for blocks of experts)"),
+    _R("expert_parallel", None, "leave it out, and give ep_size to deepspeed.moe.layer.MoE; zs.divide_experts divides the experts of Transformers"),
     _R("compile", None, "leave it out; engine.compile() and torch.compile work",
         is_on=lambda section: is_on(section.get("deepcompile")) if isinstance(section, Mapping) else is_on(section)),
     _R("hybrid_engine", None, "leave it out, and generate with an inference engine or the model itself under zs.gathered"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import multiprocessing
 import os
@@ -19,9 +20,10 @@ from ...comm import backend_select
 from ...comm.base import Comm
 from ...comm.codec import exchange_values
 from ...comm.process_group import talking_device
+from ...utils.axes import DP, EP, TP
 from ...zero.ddp_interface import take_interface
 from ...zero.runtime import runtime_of
-from . import VERSION, activation, communication, leaf_modules, partition, tensor_parallel
+from . import VERSION, activation, communication, leaf_modules, moe, partition, tensor_parallel
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
 from .logs import log_dist, set_log_level_from_string
@@ -31,6 +33,7 @@ from .pipe import PipelineModule, check_config
 from .sections import DeepSpeedConfigError
 from .shard_options import build_optimizer, cast_buffers, shard_options
 from .stand_ins import ZeRORuntimeException
+from .topology import mesh_of
 from .utilities import RepeatingLoader, set_mesh
 
 T = TypeVar("T")
@@ -93,17 +96,21 @@ def _initialize(
     group = None if mpu is None else mpu.get_data_parallel_group()
     device, local_rank = _device(args)
     comm = backend_select.current(group, talking_device(device), communication.stall_timeout_s())
-    mesh = model.mpu().mesh if isinstance(model, PipelineModule) else None
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1
     tensor_ranks = _together(comm, "tensor_parallel", lambda: tensor_parallel.ranks_of(model, given, mpu, comm.world_size))
-    data_ranks = comm.world_size // (model.num_stages if isinstance(model, PipelineModule) else tensor_ranks)
+    cut = mpu is not None or tensor_ranks > 1 or isinstance(model, PipelineModule)
+    expert_ranks = _together(comm, "its experts", lambda: moe.ranks_of(model, comm.world_size, cut))
+    data_ranks = comm.world_size // (stages * tensor_ranks)  # experts are divided over data-parallel ranks
     config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, data_ranks))
     _compare(comm, config)
     if "_zeroshard" in model.__dict__:  # the model belongs to an earlier engine
         model_parameters = _renewed(model, optimizer, model_parameters, lambda: _let_go(model))
     _together(comm, "the model", lambda: _move(model, config, mpu, device))
-    if tensor_ranks > 1:
-        mesh = tensor_parallel.mesh_of(tensor_ranks, comm.world_size)
-        model_parameters = _renewed(model, optimizer, model_parameters, lambda: tensor_parallel.cut(model, mesh))
+    mesh = model.mpu().mesh if isinstance(model, PipelineModule) else None
+    for axis, size, action in ((TP, tensor_ranks, tensor_parallel.cut), (EP, expert_ranks, moe.divide)):
+        if size > 1:
+            mesh = mesh_of({DP: comm.world_size // size, axis: size})
+            model_parameters = _renewed(model, optimizer, model_parameters, functools.partial(action, model, mesh[axis]))
     basic, lr_scheduler, options, monitor = _together(
         comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, config)
     )

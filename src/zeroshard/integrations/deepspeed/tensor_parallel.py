@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from ...utils.axes import DP, TP
 from .ds_config import read_config
 from .pipe import PipelineModule
 from .sections import DeepSpeedConfigError
@@ -49,15 +48,9 @@ def ranks_of(model: nn.Module, given: object, mpu: object, ranks: int) -> int:
     return size
 
 
-def mesh_of(size: int, ranks: int) -> DeviceMesh:
-    """Return the mesh of all ranks along dp and tp (collective)."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return init_device_mesh(device, (ranks // size, size), mesh_dim_names=(DP, TP))
-
-
-def cut(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the model's layers over the axis tp, in place (collective). Raises ConfigError, on all ranks, if they do not fit."""
+def cut(model: nn.Module, line: DeviceMesh) -> None:
+    """Cut a model's layers over the ranks of an axis, in place (collective). Raises ConfigError, on all ranks, if they do not fit."""
     from ...parallel.styles import styles_for
     from ...parallel.tensor_parallel import apply
 
-    apply(model, mesh[TP], styles_for(model, vocabulary=False))
+    apply(model, line, styles_for(model, vocabulary=False))

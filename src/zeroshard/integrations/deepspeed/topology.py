@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...utils.axes import DP, PP, TP
 from . import communication
@@ -17,6 +18,12 @@ from .accelerator import always
 from .sections import DeepSpeedConfigError
 
 _AXES = {"pipe": PP, "data": DP, "model": TP}  # DeepSpeed's name of an axis -> that of a mesh
+
+
+def mesh_of(sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return the mesh of all ranks along axes of these sizes, outermost first (collective)."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 class ProcessTopology:
@@ -90,8 +97,7 @@ class PipelineParallelGrid:
         self._topo, self.world_size, self.global_rank = topology, communication.get_world_size(), communication.get_rank()
         if math.prod(topology.dims) != self.world_size:
             raise RuntimeError(f"topology: {axes} has {math.prod(topology.dims)} ranks, and there are {self.world_size}")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.mesh = init_device_mesh(device, tuple(topology.dims), mesh_dim_names=tuple(_AXES[axis] for axis in axes))
+        self.mesh = mesh_of({_AXES[axis]: size for axis, size in axes.items()})
         self.pipe_parallel_size, self.data_parallel_size, self.model_parallel_size = axes["pipe"], axes["data"], 1
         here = topology.get_coord(self.global_rank)
         self.stage_id, self.data_parallel_id = here.pipe, here.data
