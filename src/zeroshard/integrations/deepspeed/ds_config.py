@@ -261,6 +261,8 @@ class DeepSpeedConfig:
         comms = sections.CommsLoggerConfig.of(_section(given, "comms_logger"))
         self.comms_config = SimpleNamespace(comms_logger_enabled="comms_logger" in given, comms_logger=comms)
         self.activation_checkpointing_config = SimpleNamespace(**_with_defaults(given, "activation_checkpointing"))
+        self.pipeline = SimpleNamespace(**_with_defaults(given, "pipeline"))
+        self.tensor_parallel_config = SimpleNamespace(**_with_defaults(given, "tensor_parallel"))
 
     def _read_precision(self, given: Values) -> None:
         self.float16_config = get_float16_config(given)
