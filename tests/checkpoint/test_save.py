@@ -21,6 +21,7 @@ from zeroshard.checkpoint import file_writer, safetensors
 from zeroshard.comm.launch import run_processes
 from zeroshard.memory.io.async_file import Engine, Syscalls
 from zeroshard.testing import run_threads
+from zeroshard.zero.runtime import runtime_of
 
 BATCHES = [step[0] for step in token_batches(2, 1, 3)]
 
@@ -170,6 +171,53 @@ def test_a_disk_that_refuses_raises_on_every_rank_and_leaves_nothing(call, rank,
         assert word in texts[0]
     assert os.listdir(folder) == [old.name] and old.read_text() == "of an earlier run"
     assert load_file(tmp_path / "after.safetensors")
+
+
+def test_a_swap_file_that_can_not_be_read_is_what_every_rank_names(tmp_path):
+    """And not the file that was to be written, whose disk is well."""
+
+    class Broken(Syscalls):
+        def preadv(self, file, buffers, offset):
+            raise OSError(errno.EIO, "Input/output error")
+
+    for folder in ("out", "swap0", "swap1"):
+        (tmp_path / folder).mkdir()
+
+    def body(rank):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        offload = zs.Offload("disk", str(tmp_path / f"swap{rank}"), any_filesystem=True)
+        model, _ = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3, offload_param=offload)
+        runtime = runtime_of(model)
+        if rank == 1:
+            engine = runtime.groups[0].values.rest.engine
+            engine.rest()
+            engine.calls = Broken()
+        runtime.comm.exchange(b"", "armed")
+        with pytest.raises(zs.OffloadIOError) as caught:
+            zs.save_safetensors(model, tmp_path / "out" / "model.safetensors")
+        return str(caught.value)
+
+    texts = run_threads(2, body)
+    assert all("swap1" in text and "EIO" in text for text in texts) and not os.listdir(tmp_path / "out"), texts
+
+
+def test_a_rank_without_a_thread_to_write_is_told_to_all_at_once(tmp_path, monkeypatch):
+    def write(self, file, offset, source, plain=Engine.write):
+        if threading.current_thread().name == "rank1" and "/here/" in file.path:
+            raise RuntimeError("can't start new thread")
+        return plain(self, file, offset, source)
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr(Engine, "write", write)
+
+    def body(rank):
+        model = trained(rank, stage=3)
+        with pytest.raises(zs.CheckpointError, match="rank 1 failed: RuntimeError: can't start new thread"):
+            zs.save_safetensors(model, tmp_path / "here" / "model.safetensors")
+        zs.save_safetensors(model, tmp_path / "after.safetensors")
+
+    run_threads(2, body)
+    assert not os.listdir(tmp_path / "here") and load_file(tmp_path / "after.safetensors")
 
 
 @pytest.mark.parametrize("bad", ["a folder", "no such folder", "dtype", "state"])

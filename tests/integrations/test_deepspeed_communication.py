@@ -21,6 +21,8 @@ def _operations(rank, world_size):
     seen["all_reduce"] = dist.inference_all_reduce(tensor, log_name="mine") or tensor.tolist()
     whole = torch.zeros(4)
     dist.all_gather_into_tensor(whole, torch.full((2,), float(rank)))
+    dist.allgather_fn(numbers := torch.zeros(2), torch.tensor(float(rank)))
+    assert numbers.tolist() == [0.0, 1.0]
     seen["gather"] = whole.tolist()
     part = torch.zeros(2)
     dist.reduce_scatter_fn(part, torch.arange(4.0))

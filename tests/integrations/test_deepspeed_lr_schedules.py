@@ -179,6 +179,8 @@ def test_schedulers_of_torch_and_optimizers_within_others():
     assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
     holder = type("Holder", (), {"optimizer": optimizer})()
     assert ours.schedule_from_config("WarmupLR", None, holder).optimizer is optimizer
+    none, shortest = (ours.schedule_from_config("WarmupLR", {"warmup_num_steps": steps}, adam(1)) for steps in (0, 1))
+    assert none.warmup_num_steps == shortest.warmup_num_steps == 2
 
 
 def test_a_sharded_optimizer_steps_with_the_scheduled_rates():

@@ -53,6 +53,7 @@ DTYPES = {
     "bf16": ({"config_dict_or_path": {**STAGE3, "bf16": {"enabled": True}}}, torch.bfloat16),
     "fp16": ({"config": {**STAGE3, "fp16": {"enabled": True}}}, torch.float16),
     "given and bf16": ({"dtype": torch.float32, "config": {**STAGE3, "bf16": {"enabled": True}}}, torch.float32),
+    "no override": ({"tensor_overrides": []}, torch.float32),
 }  # fmt: skip
 
 

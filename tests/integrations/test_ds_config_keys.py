@@ -57,6 +57,9 @@ activation_checkpointing: partition_activations cpu_checkpointing number_checkpo
 checkpoint: tag_validation load_universal use_node_local_storage parallel_write checkpoint_serialization writer
 checkpoint.parallel_write: pipeline_stage
 checkpoint.writer: type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel decoupled
+tensor_parallel: autotp_size tp_overlap_comm dtype partition_config preset_model injection_policy_tuple tensor_parallel tp
+  keep_module_on_host replace_with_kernel_inject
+pipeline: activation_checkpoint_interval stages partition seed_layers pipe_partitioned grad_partitioned use_reentrant
 aio: block_size queue_depth intra_op_parallelism single_submit overlap_events thread_count use_gds
 tensorboard: enabled output_path job_name
 csv_monitor: enabled output_path job_name
@@ -119,6 +122,7 @@ ATTRIBUTES = {  # section: where its keys are found
         "torch_autocast": "torch_autocast_",
     "tensorboard": "monitor_config.tensorboard.", "csv_monitor": "monitor_config.csv_monitor.", "wandb": "monitor_config.wandb.",
     "optimizer": "optimizer_name", "scheduler": "scheduler_name", "activation_checkpointing": "activation_checkpointing_config.",
+    "pipeline": "pipeline.", "tensor_parallel": "tensor_parallel_config.",
 }  # fmt: skip
 MOVED = {  # keys whose value is found elsewhere
     "optimizer.type": "optimizer_name", "scheduler.type": "scheduler_name",
@@ -215,7 +219,7 @@ def test_noted_keys_say_one_sentence_and_change_nothing(key):
         assert read(config_with(key.name, harmless)).notes == []
 
 
-SWITCHES = {"tensor_parallel": {"autotp_size": 2}, "compile": {"deepcompile": True}}
+SWITCHES = {"compile": {"deepcompile": True}}
 
 
 def switched_on(key):

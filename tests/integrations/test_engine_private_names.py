@@ -197,6 +197,9 @@ def test_zero_init_refuses_a_group_that_contradicts_the_launcher(monkeypatch):
 
 
 def test_the_log_level_of_the_configuration():
+    from zeroshard.deepspeed.runtime.config import get_log_level
+
+    assert get_log_level({}) is None and get_log_level({"log_level": "ERROR"}) == "ERROR"
     level = deepspeed.utils.logger.level
     try:
         engine, *_ = deepspeed.initialize(model=net(), config=config(1, 1, 1, log_level="ERROR"))
@@ -221,6 +224,34 @@ def test_files_of_optimizer_states_come_in_the_order_of_ranks(tmp_path):
         assert get_optim_files(tmp_path) == [str(tmp_path / name) for name in kind]
 
 
+def test_the_norms_of_the_groups_follow_what_is_written_into_gradients():
+    def body(rank):
+        engine, optimizer, *_ = deepspeed.initialize(model=net(), config=config(3, 2, 1))
+        engine.backward(engine(*batches(2, 1)[0][0][rank]))
+        before, norms = optimizer._get_norm_groups(), []
+        for param in engine.module.parameters():
+            norms.append(deepspeed.utils.safe_get_full_grad(param).norm())
+            deepspeed.utils.safe_set_full_grad(param, deepspeed.utils.safe_get_full_grad(param) / 2)
+        after = optimizer._get_norm_groups()
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(after[0].item(), rel=1e-5)
+        return before[0].item(), after[0].item(), torch.stack(norms).norm().item()
+
+    for before, after, expected in run_threads(2, body):
+        assert (before, after) == pytest.approx((expected, expected / 2), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "group", "said", "refused"),
+    [(1, None, "8", True), (8, None, "8", False), (1, None, "1", False), (1, None, None, False), (1, None, "some", False), (1, "mine", "8", False)],
+)  # fmt: skip
+def test_a_group_of_one_rank_that_nobody_chose(ranks, group, said, refused):
+    from zeroshard.deepspeed.runtime.zero.partition_parameters import _contradicting_single_rank_pg_error as contradiction
+
+    told = contradiction(ranks, group, {} if said is None else {"WORLD_SIZE": said})
+    assert (told is not None) == refused and (told is None or ("WORLD_SIZE=8" in told and "init_distributed" in told))
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_loss_scaler_is_read_as_it_changes(stage):
     """Held from the start on, it tells scale and steps: doubled by the good one after a window of them, halved by an overflow."""
@@ -232,14 +263,19 @@ def test_the_loss_scaler_is_read_as_it_changes(stage):
     )
     engine, optimizer, *_ = deepspeed.initialize(model=net(), config=given)
     scaler, told = optimizer.loss_scaler, []
-    assert scaler.dynamic and optimizer.dynamic_loss_scale and optimizer.needs_scaler() and scaler.patience == 1
+    rules = scaler.scale_window, scaler.min_scale, scaler.scale_factor, scaler.dynamic, scaler.cur_hysteresis
+    assert rules == (2, 4.0, 2.0, True, 1) and optimizer.dynamic_loss_scale and optimizer.needs_scaler()
     x, y = batches(1, 1)[0][0][0]
     for factor in (1.0, 1.0, 1.0, float("inf")):
-        told.append((scaler.scale, optimizer.cur_scale, optimizer.loss_scale))
+        told.append((scaler.cur_iter, scaler.cur_scale, optimizer.loss_scale_config.cur_scale))
         engine.backward(engine(x.half(), y.half()) * factor)
         engine.step()
-    assert told == [(256,) * 3] * 3 + [(512,) * 3] and scaler.scale == 256
-    assert deepspeed.initialize(model=net(), config=config(stage, 1, 1))[1].loss_scaler is None
+    assert told == [(0, 256, 256), (1, 256, 256), (2, 256, 256), (3, 512, 512)]
+    assert (scaler.cur_iter, scaler.cur_scale, optimizer.loss_scale) == (4, 256, 256)
+    plain = deepspeed.initialize(model=net(), config=config(stage, 1, 1))[1]
+    static = plain.loss_scale_config
+    assert plain.loss_scaler is None and (static.dynamic_loss_scale, static.cur_scale, static.cur_iter) == (False, 1, 0)
+    assert plain.low_precision_dtype is torch.float32
 
 
 @pytest.mark.parametrize(("daemonic", "workers"), [(True, 0), (False, 2)])

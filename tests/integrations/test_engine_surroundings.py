@@ -184,8 +184,8 @@ def test_what_an_engine_says_of_itself():
     "runtime.zero.offload_states.get_state_devices", "runtime.fp16.loss_scaler.LossScaler", "runtime.utils.clip_grad_norm_",
     "checkpoint.DeepSpeedCheckpoint", "ops.muon.MuonWithAuxAdam", "runtime.comm.coalesced_collectives.reduce_scatter_coalesced",
     "env_report.main", "moe.mappings.gather_tokens", "utils.tensor_fragment.fragment_address", "comm.reset_log",
-    "runtime.config_utils.DeepSpeedConfigModel", "utils.timer.SynchronizedWallClockTimer", "utils.logging.print_dist",
-    "runtime.zero.linear.LinearModuleForZeroStage3", "utils.module_utils.recursive_getattr", "runtime.utils.copy_to_device",
+    "utils.timer.SynchronizedWallClockTimer", "utils.logging.print_dist",
+    "utils.module_utils.recursive_getattr", "runtime.utils.copy_to_device",
     "ops.op_builder.RandomLTDBuilder", "runtime.pipe.dualpipev.DualPipeVModule", "runtime.torch_autocast.get_comm_dtype",
     "utils.groups._get_expert_parallel_group_dict", "moe.sharded_moe.TopKGate",
 ])  # fmt: skip
@@ -198,10 +198,8 @@ def test_names_that_are_absent_say_what_to_use(name):
 
 def test_insides_of_an_optimizer_say_what_to_use():
     shown = start(stage=1)[1]
-    local = r"zs\.value_of\(param\)\.local"
-    for name, use in (("parallel_partitioned_bit16_groups", local), ("nccl_start_alignment_factor", local),
-                      ("loss_scale_config", r"engine\.optimizer\.loss_scaler"), ("_get_norm_groups", "zs.gradient_of")):  # fmt: skip
-        with pytest.raises(AttributeError, match=rf"engine.optimizer.{name} .*use {use}"):
+    for name in ("parallel_partitioned_bit16_groups", "nccl_start_alignment_factor"):
+        with pytest.raises(AttributeError, match=rf"engine.optimizer.{name} .*use zs\.value_of\(param\)\.local"):
             getattr(shown, name)
 
 

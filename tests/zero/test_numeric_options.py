@@ -197,7 +197,7 @@ def test_other_verbs(name, given, taken, tmp_path):
 
 TRAIN = {  # beside what its parser refuses: texts, and fractions for whole numbers
     "max_grad_norm": {"0", "inf", "half"}, "time_limit": {"inf", "half"}, "lr": {"half"}, "weight_decay": {"0", "half"},
-    "ngram_rows": {"0"}, "sample_bytes": {"0"}, "seed": {"0"}, "save_every": {"0"}, "stage": {"0"},
+    "ngram_rows": {"0"}, "experts": {"0"}, "sample_bytes": {"0"}, "seed": {"0"}, "save_every": {"0"}, "stage": {"0"},
     "offload_ratio": {"0", "half"}, "delayed_update": {"0"}, "max_live_parameters": {"0"}, "prefetch_bucket_size": {"0"},
     **dict.fromkeys(("ranks", "layers", "dim", "heads", "steps", "seq", "global_batch", "accumulate", "eval_every", "eval_bytes", "threads", "keep_last",
                      "buffer_count", "buffer_mib", "tile_max_bytes", "shard_size", "hpz"), frozenset()),

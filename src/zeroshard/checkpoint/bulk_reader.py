@@ -6,13 +6,14 @@
              -> or to a copy beside a tensor in use, which may change only after all blocks are verified
 
 So a damaged block is found before anything has changed. Since checksums are of whole blocks, whole blocks are read: if two ranks
-need parts of one block, both read it. A tensor in use for whose copy there is no memory is verified, and read again from the file
-when it may change.
+need parts of one block, both read it. Copies lie in free buffers of the model's saves, then in new memory. What of a tensor in use
+there is no memory for is verified, and read and verified again when the tensor may change.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,14 +24,17 @@ import torch
 from torch import Tensor
 
 from ..comm.pool import BufferPool
-from ..errors import CheckpointError, OffloadIOError
-from ..memory.io.aligned import bytes_of, empty
+from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
+from ..memory.io.aligned import ALIGN, bytes_of, empty
 from ..memory.io.async_file import Engine, Handle, open_file
 from ..memory.io.tensor_reader import Stored, StoredCoded
 from .file_writer import BUFFER_NBYTES, DIGEST_NBYTES, compare_digests
 from .manifest import Manifest
 
 WINDOW_NBYTES, SLOTS = 4 * DIGEST_NBYTES, 8  # size of one read; number of reads at a time
+_APART = 64  # alignment of copies in a buffer
+_FREELY_NBYTES = 4 * BUFFER_NBYTES  # bytes of copies for which providing memory is not timed
+_SLACK_S = 0.005  # times below this are too short to compare
 
 
 @dataclass(frozen=True)
@@ -47,17 +51,19 @@ class Bulk:
     """Reads of one checkpoint of zs.save that are noted (`add`) and then carried out together (`read`); call `close` at the end."""
 
     def __init__(self, folder: Path, manifest: Manifest, pool: BufferPool) -> None:
-        """pool: buffers of the model's saves, of which two are borrowed until `close`, or made."""
+        """pool: buffers of the model's saves, of which free ones are borrowed until `close`."""
         self.manifest, self.pool = manifest, pool
         self.entries = {folder / file.name: file for file in manifest.files}
         self.wanted: dict[Path, list[_Wanted]] = {}
         self._in_use: list[
             tuple[Stored, int, Tensor]
         ] = []  # noted reads for tensors in use: (tensor, first element, meta tensor)
-        self._copies: dict[tuple[int, int, int], Tensor] = {}  # (id of the stored tensor, first element, number) -> values
+        self._copies: dict[tuple[int, int, int], list[Tensor]] = {}  # (id of the stored tensor, first element, number) -> values
         self._coded: list[tuple[StoredCoded, Tensor, int, Tensor]] = []  # (tensor, its bytes once read, first element, values)
         self._engine = Engine()
         self._lent = [buffer for _ in range(SLOTS * WINDOW_NBYTES // BUFFER_NBYTES) if (buffer := pool.borrow()) is not None]
+        self._most = self._made_nbytes = 0  # bytes that may still be allocated for copies, and that have been
+        self._making_s = self._pace = 0.0  # seconds for providing these, and for reading a byte
 
     def close(self) -> None:
         """Wait for reads in progress, give the buffers back, and drop the copies."""
@@ -87,31 +93,99 @@ class Bulk:
 
         Raises CheckpointCorrupt, or CheckpointError if a file cannot be read; the contents of destinations are then undefined.
         """
+        self._most = most
         new = [self.pool.make(BUFFER_NBYTES) for _ in range(SLOTS * WINDOW_NBYTES // BUFFER_NBYTES - len(self._lent))]
-        self._slots = itertools.cycle(slot for buffer in (*self._lent, *new) for slot in buffer.split(WINDOW_NBYTES))
-        for stored, start, out in self._in_use:
-            copy = out
-            if out.nbytes <= most:
-                most -= out.nbytes
-                copy = self._copies[id(stored), start, out.numel()] = empty(out.numel(), out.dtype)
-            self._add(stored, start, copy)
+        self._slots = itertools.cycle([slot for buffer in (*self._lent, *new) for slot in buffer.split(WINDOW_NBYTES)])
         try:
-            for path, noted in self.wanted.items():
-                remaining, delivered = deque(sorted(noted, key=lambda each: each.begin)), 0
-                for begin, memory in self._verified(path, _windows(remaining, self.entries[path].nbytes)):
-                    delivered += _deliver(begin, memory, remaining)
-                nbytes = sum(each.end - each.begin for each in noted)
-                assert delivered == nbytes, f"{path}: {delivered} of {nbytes} bytes"
+            left = empty(0, torch.uint8)  # of a buffer for copies
+            for stored, start, out in sorted(self._in_use, key=lambda noted: noted[2].nbytes):
+                left = self._add_copies(stored, start, out, left)
+            self._carry_out()
         except OffloadIOError as error:
             raise CheckpointError(f"{error}. Nothing was changed.") from None
-        for coded_tensor, coded, first, place in self._coded:
-            coded_tensor.decode(coded, first, place)
-        self.wanted, self._coded = {}, []
 
+    def _add_copies(self, stored: Stored, start: int, out: Tensor, left: Tensor) -> Tensor:
+        """Note reads into copies, in `left` and further buffers, of what there is memory for. Return what is left of the last one."""
+        done, size, copies = 0, out.dtype.itemsize, list[Tensor]()
+        while done < out.numel():
+            left = left if left.numel() >= size else self._further()
+            if not (count := min(left.numel() // size, out.numel() - done)):
+                self._add(stored, start + done, out[done:])  # only to be verified
+                break
+            copies.append(left[: count * size].view(out.dtype))
+            self._add(stored, start + done, copies[-1])
+            done, left = done + count, left[-(-count * size // _APART) * _APART :]
+        self._copies[id(stored), start, out.numel()] = copies
+        return left
+
+    def _further(self) -> Tensor:
+        """Return a further buffer for copies, (n,) uint8: a free one of the pool, or a new one; (0,) if there is none.
+
+        Some systems provide pages more slowly than a disk reads (docs/log.md, 2026-11-22): then reading twice takes less time.
+        """
+        if (buffer := self.pool.borrow()) is not None:
+            self._lent.append(buffer)
+            return buffer
+        nbytes, begin = max(min(self._most, BUFFER_NBYTES), 0), time.monotonic()
+        self._most -= nbytes
+        try:
+            buffer = empty(nbytes, torch.uint8)
+        except (MemoryError, RuntimeError, OSError):  # torch raises RuntimeError where memory is short
+            self._most = 0
+            return empty(0, torch.uint8)
+        if self._made_nbytes >= _FREELY_NBYTES and nbytes:
+            buffer[::ALIGN].zero_()  # pages are provided when they are first touched
+            self._making_s += time.monotonic() - begin
+            self._pace = self._pace or self._measured()
+            if self._making_s > _SLACK_S + self._pace * (self._made_nbytes + nbytes - _FREELY_NBYTES):
+                self._most = 0
+        self._made_nbytes += nbytes
+        return buffer
+
+    def _measured(self) -> float:
+        """Return the seconds for reading a byte. Raises OffloadIOError."""
+        path, entry = max(self.entries.items(), key=lambda item: item[1].nbytes)
+        file, begin = open_file(path, entry.nbytes), time.monotonic()
+        try:
+            windows = itertools.islice(
+                _windows([_Wanted(0, entry.nbytes, torch.uint8, empty(0, torch.uint8))], entry.nbytes), SLOTS
+            )
+            reads = [self._engine.read(file, at, next(self._slots)[: end - at]) for at, end in windows]
+            for read in reads:
+                read.wait()
+        finally:
+            file.close()
+        return (time.monotonic() - begin) / min(entry.nbytes, SLOTS * WINDOW_NBYTES)
+
+    def _carry_out(self) -> None:
+        """Read and verify what is noted. Raises OffloadIOError, CheckpointCorrupt."""
+        wanted, coded_tensors, self.wanted, self._coded = self.wanted, self._coded, {}, []
+        for path, noted in wanted.items():
+            remaining, delivered = deque(sorted(noted, key=lambda each: each.begin)), 0
+            for begin, memory in self._verified(path, _windows(remaining, self.entries[path].nbytes)):
+                delivered += _deliver(begin, memory, remaining)
+            nbytes = sum(each.end - each.begin for each in noted)
+            assert delivered == nbytes, f"{path}: {delivered} of {nbytes} bytes"
+        for stored, coded, first, place in coded_tensors:
+            stored.decode(coded, first, place)
+
+    @torch.no_grad()
     def take(self, stored: Stored, start: int, out: Tensor) -> None:
-        """Fill `out` (n,) with elements [start, start + n) of a stored tensor: from the copy, or from its file. Raises OSError."""
-        copy = self._copies.pop((id(stored), start, out.numel()), None)
-        stored.read(start, out) if copy is None else out.copy_(copy)
+        """Fill `out` (n,) with elements [start, start + n) of a stored tensor, from copies, or else from its file.
+
+        What was noted is verified again where it is read again, since the file may have changed. Raises OSError, OffloadIOError,
+        CheckpointCorrupt.
+        """
+        copies, done = self._copies.pop((id(stored), start, out.numel()), None), 0
+        if copies is None:
+            stored.read(start, out)
+            return
+        for copy in copies:
+            out[done : done + copy.numel()].copy_(copy)
+            done += copy.numel()
+        if done < out.numel():
+            self._add(stored, start + done, out[done:])
+            self._carry_out()
 
     def _verified(self, path: Path, windows: Iterator[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
         """Yield (first byte, memory) of each window of a file, in order, after its checksums have been compared.
@@ -200,5 +274,5 @@ class _Guarded(Stored):
         if self.reading.error is None:
             try:
                 self.stored.read(start, out) if bulk is None else bulk.take(self.stored, start, out)
-            except (OSError, OffloadIOError) as error:
+            except (OSError, OffloadIOError, CheckpointCorrupt) as error:
                 self.reading.error = error

@@ -4,7 +4,7 @@
 
 The model changes only in the last step, after all others have passed on every rank. Each rank reads its own slices (of replicated
 states: whole tensors): new optimizer states into new tensors, everything else into copies, or twice if there is no memory for
-these (bulk_reader.py). If states rest on host or disk, a pass over all files first verifies the checksums.
+these (bulk_reader.py). If states rest on host or disk or in columns, a pass over all files first verifies the checksums.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def load(
         extra: by name, the objects that `zs.save` was given. `load_state_dict` is called for objects that have it; saved plain
             values are in `Loaded.extra`. `check_state_dict(state)`, if an object has it, is called before anything changes.
         verify: True compares all checksums during the first read, before anything changes; what can not be kept in memory until
-            then is read again. "before" reads all files once more, before the load; so does True if states rest on another tier.
-            False compares sizes only.
+            then is read, and compared, again. "before" reads all files once more, before the load; so does True if states rest
+            on another tier, are encoded, or have split masters. False compares sizes only.
         rng: restore the random generators, if there are as many ranks in the same mesh. Otherwise each rank's generators are
             seeded from rank 0's saved state (ranks along tp and ep with the same seed). `Loaded.rng` says which.
         trusted: unpickle any object in `extra`. Objects of your own classes need it, and can run code. Without it, load raises
@@ -419,7 +419,8 @@ class _Loading:
         manifest, path, comm, here = self.unverified, self.opened.path, self.comm, ranks_here(self.comm.world_size)
         if manifest is None:
             return
-        if not _all_wanted(self.runtime, self.core, manifest):
+        noted = self.core is None or self._restore().all_noted
+        if not (noted and _all_wanted(self.runtime, self.core, manifest)):
             agreed(comm, "zs.load: checksums", lambda: check_digests(path, manifest, comm.rank, comm.world_size), path)
             return
         taken = 0  # bytes of host memory that new optimizer states take

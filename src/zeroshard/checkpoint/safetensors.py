@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..config import Tier
-from ..errors import ConfigError, OffloadIOError
+from ..errors import ConfigError, OffloadIOError, ZeroshardError
 from ..memory.io.aligned import bytes_of, empty
 from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..offload.storage import MemoryRest, Rest
@@ -41,7 +41,7 @@ from ..zero.shard_model import write_value
 from ..zero.unit import ParamGroup
 from .directory import sync
 from .file_writer import Elements, Range, write_ranges
-from .heartbeat import raise_first
+from .heartbeat import raise_first, telling
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "U64": torch.uint64,
@@ -218,6 +218,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
         ConfigError: the state dict holds what safetensors has no place for, or dtype is not one of floating-point numbers.
         OffloadIOError: on every rank, if one could not write: the disk is full (found before anything is written), or the folder
             is missing or not writable. Nothing is kept.
+        CheckpointError: on every rank, if anything else ended the writing on one (no memory, no thread). Nothing is kept.
     """
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.save_safetensors")
@@ -361,13 +362,18 @@ class SafetensorsFile:
 
 
 def _agreed(comm: DirectComm, file: SafetensorsFile, action: Callable[[], None]) -> None:
-    """Carry out an action; if the disk fails on one rank, every rank raises OffloadIOError (collective)."""
+    """Carry out an action; what ends it on one rank, every rank raises, for the disk as OffloadIOError (collective)."""
     problem: Exception | None = None
     try:
         action()
-    except (OSError, OffloadIOError) as error:
-        what = f"rank {comm.rank}: saving {file.nbytes:,} bytes"
-        problem = OffloadIOError(str(file.path), 0, error.errno or EIO, what)
+    except Exception as error:
+        if isinstance(error, OSError) or (isinstance(error, OffloadIOError) and error.file == str(file.path)):
+            what = f"rank {comm.rank}: saving {file.nbytes:,} bytes"
+            problem = OffloadIOError(str(file.path), 0, error.errno or EIO, what)
+        elif isinstance(error, ZeroshardError):
+            raise  # of a peer, or of a swap file: all ranks know it already
+        else:  # no memory, no thread, ...
+            problem = telling(error, "zs.save_safetensors", comm.rank)
     raise_first(exchange_values(comm, problem, "zs.save_safetensors"), comm.rank, problem)
 
 

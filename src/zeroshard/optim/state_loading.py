@@ -79,6 +79,11 @@ class Restoring:
             for (number, _), run in core.maker.runs(group, keys):
                 self.runs.append((number, run, [given[index] for index in run.indices]))
 
+    @property
+    def all_noted(self) -> bool:
+        """True if `note` registers the reads of all states; those in columns, encoded or not, are read by `put` alone, in chunks."""
+        return all(isinstance(run.states, DeviceStates) for _, run, _ in self.runs)
+
     @torch.no_grad()
     def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
         """Allocate states that can not reuse old ones' memory, and register reads into them with `bulk`; `put` reads the rest.

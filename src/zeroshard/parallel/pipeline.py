@@ -181,6 +181,7 @@ class Pipeline:
         self.group = pp.get_group() if isinstance(pp, DeviceMesh) else pp
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.micro_batches, self.loss = micro_batches, loss
+        self.variant: object = None  # set by callers whose inputs stand for others: what distinguishes the shapes of these
         self.runtimes = [runtime_of(stage) for stage in self.stages]
         self.device = self.runtimes[0].comm.device
         self._agree(schedule)
@@ -290,11 +291,11 @@ class Pipeline:
                 f"a batch of {sorted(sizes)} rows (inputs, target, keyword arguments) in {self.micro_batches} micro-batches: expected one "
                 f"number of rows, a multiple of micro_batches; the nearest is {nearest}. Every rank of the pipeline gives inputs and target."
             )
-        key: tuple = (training, *((tensor.shape, tensor.dtype) for tensor in find_tensors((inputs, kwargs))))
+        key: tuple = (training, self.variant, *((tensor.shape, tensor.dtype) for tensor in find_tensors((inputs, kwargs))))
         if key not in self._built:  # new shapes: do all ranks of the pipeline have them?
             told = exchange_objects(key, self.group)
             if any(other != key for other in told):
-                shapes = [[(*shape,) for shape, _ in other[1:]] for other in told]
+                shapes = [[(*shape,) for shape, _ in other[2:]] for other in told]
                 raise ConfigError(
                     "ranks of a pipeline have given different batches, or one trains and another evaluates: give all the same batch and make "
                     f"the same call; shapes of the inputs by rank: {shapes}."

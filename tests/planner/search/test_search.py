@@ -17,7 +17,7 @@ from zeroshard.planner.search.layout import Layout
 from zeroshard.planner.search.load import step_seconds
 from zeroshard.planner.search.memory import memory_of
 from zeroshard.planner.search.profile import Profile
-from zeroshard.planner.search.requested import layout_of
+from zeroshard.planner.search.requested import layout_of, profile_of
 from zeroshard.planner.search.search import MARGIN, _limits, by_formula, search
 from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.planner.simulator.simulate import simulate
@@ -103,6 +103,52 @@ def test_a_layout_that_the_runtime_refuses_brings_the_next_too(monkeypatch):
         search(asked(A100), 64)
 
 
+def test_what_can_not_fit_is_not_tried_again_and_tries_are_few(monkeypatch):
+    tried = []
+
+    def held(layout):
+        tried.append(layout)
+        return [[10**12]]
+
+    dry_runs(monkeypatch, held)
+    with pytest.raises(ConfigError, match="none of the 24 fastest layouts fits by its dry run"):
+        search(asked(A100), 64)
+    assert len(tried) == len(set(tried)) == 24
+    sizes = {}  # of the same layout with as many micro-batches (one, or several): only fewer sequences at a time were tried
+    for layout in tried:
+        alike = dataclasses.replace(layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2))
+        assert layout.micro_batch < sizes.get(alike, 10**9)
+        sizes[alike] = layout.micro_batch
+
+
+def test_a_search_offers_tp_only_where_the_runtime_divides_the_vocabulary():
+    """The runtime refuses tp = 2 for the 50,257 tokens of GPT-2: each such layout would cost a dry run."""
+    request = asked(A100)
+    odd = dataclasses.replace(SMALL, vocab_size=257)
+    assert profile_of(request).heads == 4
+    request = dataclasses.replace(
+        request, source=dataclasses.replace(request.source, config=odd, make=partial(GPT, odd), vocab=257)
+    )
+    with pytest.raises(ConfigError, match="does not divide the 257 tokens"):
+        dataclasses.replace(request, axes={"pp": 1, "dp": 4, "tp": 2}).plans()
+    assert {layout.tp for layout in by_formula(profile_of(request), A100, 8, 64)} == {1}
+    with pytest.raises(ConfigError, match="tp=2: expected a divisor of 1, over which heads and vocabulary of tiny"):
+        search(request, 64, fixed={"tp": 2})
+
+
+def test_parameters_are_sent_beside_the_next_forward_after_a_step():
+    """By dry runs stages 2 and 3 of a step that computation bounds take the same: the plainer one is advised."""
+    seconds = [step_seconds(SEVEN, Layout(dp=8, stage=stage, node_size=4, micro_batch=16), A100)[0] for stage in (2, 3)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.01)
+
+
+def test_no_pipeline_is_searched_in_fp16():
+    """Each stage would have a loss scale of its own, which the runtime refuses."""
+    assert {layout.pp for layout in by_formula(TINY, A100, 8, 64, "fp16")} == {1}
+    with pytest.raises(ConfigError, match="pp=2 with fp16: each stage would have a loss scale of its own. Use bf16"):
+        search(asked(A100, precision="fp16"), 64, fixed={"pp": 2})
+
+
 def test_device_and_host_of_a_cpu_are_one_memory_in_a_dry_run_too(monkeypatch):
     room = _limits(CPU, 2, MARGIN)[Tier.DEVICE]
     dry_runs(monkeypatch, lambda layout: [[0.6 * room, 0.6 * room]])
@@ -145,7 +191,7 @@ def test_bad_input_is_a_sentence():
         by_formula(TINY, A100, 0, 8)
     with pytest.raises(ConfigError, match="no layout of 8 devices divides a batch of 9.*tp=1.*the nearest: 8 or 16"):
         search(asked(A100), 9, fixed=ALONE)
-    with pytest.raises(ConfigError, match="tp=3 does not divide the 4 heads of tiny; the nearest: tp=2"):
+    with pytest.raises(ConfigError, match="tp=3: expected a divisor of 4, over which heads.*of tiny.*the nearest: tp=2"):
         search(asked(A100, 6), 6, fixed={"tp": 3})
     with pytest.raises(ConfigError, match="got 'staeg'. Did you mean 'stage'"):
         search(asked(A100), 8, fixed={"staeg": 1})

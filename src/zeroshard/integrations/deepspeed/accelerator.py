@@ -78,6 +78,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     Stream = Event = None
     is_available = is_bf16_supported = is_synchronized_device = always(True)
     is_triton_supported = always(False)
+    current_device = always(torch.device("cpu"))  # no number, as CUDA's: torch takes a number for a GPU's
     device_name = current_device_name = always("cpu")
     device = set_device = synchronize = empty_cache = current_stream = default_stream = always(None)
     is_fp16_supported = staticmethod(torch_compat.fp16_on_cpu)  # training in fp16 also works without the instructions, slowly
@@ -90,9 +91,6 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     def __init__(self) -> None:
         self.max_mem = resident_nbytes()
-
-    def current_device(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
 
     def device_count(self) -> int:
         """Return the ranks of this machine from LOCAL_SIZE or LOCAL_WORLD_SIZE, else the number of NUMA nodes with cores."""

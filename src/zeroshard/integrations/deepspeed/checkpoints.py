@@ -13,6 +13,7 @@ run/
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -80,6 +81,10 @@ class Checkpoints(Settings):
         client_state = client_state or {}
         frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
         names = list(self.module.state_dict(keep_vars=True))  # the module's order, which zeroshard's format does not keep
+        world = runtime_of(self.module).topology.world
+        if len(runtime_of(self.module).topology.stages) > 1:  # stages of a pipeline have different ones
+            told = exchange_values(world, (frozen, names), "save_checkpoint: names")
+            frozen, names = (list(dict.fromkeys(itertools.chain(*each))) for each in zip(*told, strict=True))
         engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, "names": names, **self._facts()}
         scheduler = {} if self.lr_scheduler is None else {"lr_scheduler": self.lr_scheduler}
         saving.save(
@@ -88,13 +93,13 @@ class Checkpoints(Settings):
             overwrite=True, latest=save_latest, asynchronous=self._config.checkpoint_writer_decoupled,
             files=self._described(client_state, exclude_frozen_parameters),
         )  # fmt: skip
-        if runtime_of(self.module).comm.rank == 0:
+        if world.rank == 0:
             self._copy_recovery_script(save_dir)
         return True
 
     def _agreed(self, tag: str) -> str:
         """Return rank 0's tag (collective). If ranks differ, warn or raise AssertionError, by checkpoint.tag_validation."""
-        config, comm = self._config, runtime_of(self.module).comm
+        config, comm = self._config, runtime_of(self.module).topology.world
         tags = exchange_values(comm, tag, "save_checkpoint: tag")
         if len(set(tags)) == 1:
             return tag
@@ -117,7 +122,7 @@ class Checkpoints(Settings):
         The model's file has whole weights below stage 3; the optimizer's files have no states.
         """
         state = self.module.state_dict(keep_vars=True)
-        if runtime_of(self.module).comm.rank:  # after state_dict(), which runs the user's hooks on all ranks
+        if runtime_of(self.module).topology.world.rank:  # after state_dict(), which runs the user's hooks on all ranks
             return {}
         scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
@@ -134,7 +139,8 @@ class Checkpoints(Settings):
                 f"save_checkpoint: client_state, or the scheduler's state, holds an object of a class ({kind[1] if kind else '?'}) "
                 "that torch does not load by itself: it takes load_checkpoint(..., trusted=True)."
             )
-        model["module"] = _told(self._without_frozen(state) if exclude_frozen else state, whole=stage < 3)
+        whole = stage < 3 and len(runtime_of(self.module).topology.places) == 1  # else this rank has a part of the model
+        model["module"] = _told(self._without_frozen(state) if exclude_frozen else state, whole=whole)
         optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
         before = "bf16_" if self._config.bfloat16_config.enabled else ""
         names = [f"{before}zero_pp_rank_{n}_mp_rank_00_optim_states.pt" for n in range(self.dp_world_size if stage else 0)]
@@ -163,6 +169,10 @@ class Checkpoints(Settings):
             os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
         except (FileNotFoundError, PermissionError) as error:
             logger.info(f"{dst} could not be made executable ({error}): run it as `python {dst}`.")
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: object, expp_rank: int) -> str:
+        """Return the path that DeepSpeed gives an optimizer file of experts; no such file is written here."""
+        return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
     # -- load ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +246,7 @@ class Checkpoints(Settings):
         Raises CheckpointNotFound, ValueError.
         """
         pointer = "latest_universal" if self._config.load_universal_checkpoint else LATEST
-        comm = runtime_of(self.module).comm
+        comm = runtime_of(self.module).topology.world
         tags = exchange_values(comm, latest_tag(root, pointer) if tag is None else str(tag), "load_checkpoint: tag")
         chosen = tags[0]
         if chosen is None and pointer != LATEST:

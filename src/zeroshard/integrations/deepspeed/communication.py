@@ -226,7 +226,6 @@ _OPERATIONS: dict[str, tuple[str, dict[str, str]]] = {  # name -> (torch's name,
     **dict.fromkeys(
         ("reduce_scatter_tensor", "reduce_scatter_fn"), ("reduce_scatter_tensor", {"output_tensor": "output", "tensor": "input"})
     ),
-    **dict.fromkeys(("all_gather_into_tensor", "allgather_fn"), ("all_gather_into_tensor", {"tensor": "input_tensor"})),
     "all_to_all_single": ("all_to_all_single", {"tensor": "input"}),
     **{name: (name, {}) for name in (
         "reduce", "reduce_scatter", "all_gather", "all_gather_object", "broadcast",
@@ -246,6 +245,17 @@ def _operation(name: str, theirs: str, renamed: dict[str, str]) -> Callable[...,
 
 
 globals().update({name: _operation(name, *torchs) for name, torchs in _OPERATIONS.items()})
+
+
+@_op
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """torch.distributed's, which takes a tensor without dimensions on gloo here too, as on NCCL."""
+    return torch_dist.all_gather_into_tensor(output_tensor, tensor if tensor.dim() else tensor.view(1), group, async_op)
+
+
+allgather_fn = all_gather_into_tensor
 
 
 @_op

@@ -45,13 +45,6 @@ def _several(value: object) -> bool:
     return isinstance(value, (int, float)) and value > 1
 
 
-def _tensor_parallel(section: object) -> bool:
-    if not isinstance(section, Mapping):
-        return is_on(section)
-    inner = section.get("tensor_parallel") or section.get("tp") or {}
-    return _several(section.get("autotp_size")) or _several(inner.get("tp_size"))
-
-
 @dataclass(frozen=True)
 class Key:
     """One key of a configuration.
@@ -151,10 +144,9 @@ _TOP = (
     _H("log_level", None, "level of the package's logger"),
     _N("vocabulary_size", None, "a hint about alignment"),
     _N("flops_profiler", None, "operations are not counted: torch.utils.flop_counter does that"),
-    _N("pipeline", None, "there is no PipelineModule: see torch.distributed.pipelining"),
     _H("sequence_parallel_size", 1, "ranks along sp: so many neighbouring ranks have other tokens of the same sequences (Ulysses)"),
     _N("data_parallel_size", None, "it is the number of ranks divided by sequence_parallel_size"),
-    _R("use_data_before_expert_parallelism", False, "there is no expert parallelism: leave it out"),
+    _R("use_data_before_expert_parallelism", False, "leave it out: the ranks that divide experts (ep_size) are neighbours"),
 )  # fmt: skip
 
 _ZERO = (
@@ -284,6 +276,23 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         _N("synchronize_checkpoint_boundary", False, f"nothing has to wait there: {_SAME}"),
         _N("profile", False, "no timers are printed: see torch.profiler"),
     ),
+    "tensor_parallel": (
+        _H("autotp_size", 0, "number of neighbouring ranks that share each layer, and read the same data; 0 and 1: none"),
+        _N("tp_overlap_comm", False, f"a choice of traffic: {_SAME}"),
+        _N("dtype", None, "the enabled precision says it"),
+        _R("partition_config", None, "leave it out: zs.parallelize(styles=) takes styles by name"),
+        *(_N(name, None, "a model is cut by the plan that it brings, or by its family's") for name in (
+            "preset_model", "injection_policy_tuple")),
+        *(_N(name, None, "autotp_size says how many ranks share a layer") for name in ("tensor_parallel", "tp")),
+        *(_N(name, False, "it is about inference") for name in ("keep_module_on_host", "replace_with_kernel_inject")),
+    ),
+    "pipeline": (
+        _H("activation_checkpoint_interval", 0, "of a PipelineModule: layers that are recomputed together; 0: the module's own"),
+        *(_N(name, value, "DeepSpeed does not read it either: PipelineModule has arguments") for name, value in {
+            "stages": "auto", "partition": "best", "seed_layers": False}.items()),
+        *(_N(name, True, f"ranks that share a layer send whole activations: {_SAME}") for name in ("pipe_partitioned", "grad_partitioned")),
+        _N("use_reentrant", None, f"layers are recomputed without reentrant autograd: {_SAME}"),
+    ),
     "aio": (
         *(_N(name, value, f"zs.io has depths and sizes of its own: {_SAME}") for name, value in {
             "block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
@@ -295,7 +304,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         _H("load_universal", False, "load_checkpoint without a tag takes what latest_universal names"),
         _N("use_node_local_storage", False, "ranks write into one folder that all of them see"),
         _H("parallel_write", None, "below"),
-        _N("parallel_write.pipeline_stage", False, "there are no pipeline stages; ranks always write at the same time"),
+        _N("parallel_write.pipeline_stage", False, "all ranks always write at the same time"),
         _N("checkpoint_serialization", True, "the format is zeroshard's own"),
         _H("writer", None, "below"),
         *(_N(f"writer.{name}", value, "all checkpoints are written by zs.io") for name, value in {
@@ -326,8 +335,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
 
 _GONE = "DeepSpeed has removed it as well: leave it out"
 _REFUSED = (  # sections are refused as a whole, with all their keys
-    _R("tensor_parallel", None, "leave it out, and see torch.distributed.tensor.parallel", is_on=_tensor_parallel),
-    _R("expert_parallel", None, "leave it out: experts are sharded like all parameters (leaf_module for blocks of experts)"),
+    _R("expert_parallel", None, "leave it out, and give ep_size to deepspeed.moe.layer.MoE; zs.divide_experts divides the experts of Transformers"),
     _R("compile", None, "leave it out; engine.compile() and torch.compile work",
         is_on=lambda section: is_on(section.get("deepcompile")) if isinstance(section, Mapping) else is_on(section)),
     _R("hybrid_engine", None, "leave it out, and generate with an inference engine or the model itself under zs.gathered"),

@@ -30,6 +30,7 @@ ALIAS = "deepspeed"
 _HERE = __package__
 SITE = Path(__file__).parent / "site"
 _DECIDE_AT_IMPORT = ("accelerate", "transformers", "lightning", "pytorch_lightning", "lightning_fabric", "peft", "trl")
+UNKNOWN = None  # the commit and branch that deepspeed was built from
 MAJOR, MINOR, PATCH = (int(part) for part in VERSION.partition("+")[0].split("."))
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 ADAM_OPTIMIZER, LAMB_OPTIMIZER = "adam", "lamb"
 _OPTIMIZERS = ("adagrad", ADAM_OPTIMIZER, "adamw", LAMB_OPTIMIZER, "muadam", "muadamw", "musgd", "lion", "muon")  # in any case
+LOG_LEVEL_DEFAULT: str | None = KEYS["log_level"].default
 GRADIENT_CLIPPING_DEFAULT: float = KEYS["gradient_clipping"].default
 DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
@@ -44,6 +45,11 @@ OFFLOAD_STAGES = {"offload_optimizer": 1, "offload_param": 3}  # lowest stage th
 def get_gradient_clipping(config: Values) -> float:
     """Return the gradient norm at which a configuration clips; 0: no clipping."""
     return config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
+
+
+def get_log_level(config: Values) -> str | None:
+    """Return the log level in a configuration. None: the logger's level is not changed."""
+    return config.get("log_level", LOG_LEVEL_DEFAULT)
 
 
 def get_bfloat16_config(config: Values) -> Section:
@@ -255,6 +261,8 @@ class DeepSpeedConfig:
         comms = sections.CommsLoggerConfig.of(_section(given, "comms_logger"))
         self.comms_config = SimpleNamespace(comms_logger_enabled="comms_logger" in given, comms_logger=comms)
         self.activation_checkpointing_config = SimpleNamespace(**_with_defaults(given, "activation_checkpointing"))
+        self.pipeline = SimpleNamespace(**_with_defaults(given, "pipeline"))
+        self.tensor_parallel_config = SimpleNamespace(**_with_defaults(given, "tensor_parallel"))
 
     def _read_precision(self, given: Values) -> None:
         self.float16_config = get_float16_config(given)

@@ -37,6 +37,7 @@ from .checkpoints import Checkpoints
 from .ds_config import DeepSpeedConfig
 from .engine_optimizer import wrap
 from .logs import logger, warning_once
+from .moe import has_moe_layers
 from .monitor import Event, ThroughputTimer
 
 R = TypeVar("R")
@@ -93,9 +94,12 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.optimizer = wrap(optimizer, config)
         self.device, self.local_rank = known["device"], known["local_rank"]
         self.mpu, self.collate_fn, self.monitor = known["mpu"], known["collate_fn"], known["monitor"]
-        comm = runtime_of(module).comm
-        self.world_size = self.dp_world_size = comm.world_size
-        self.global_rank = comm.rank
+        topology = runtime_of(module).topology
+        self.dp_world_size, self.world_size, self.global_rank = (
+            topology.control.world_size,
+            topology.world.world_size,
+            topology.world.rank,
+        )
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -108,7 +112,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._turn = threading.RLock()
         self.client_optimizer, self.client_lr_scheduler, self._client_name = known["client"]
         self.param_names = {param: name for name, param in module.named_parameters()}
-        self.mp_world_size, self.has_moe_layers, self.sparse_tensor_module_names = 1, False, set[str]()
+        self.has_moe_layers, self.num_experts = has_moe_layers(module)
+        self.mp_world_size, self.sparse_tensor_module_names = 1, set[str]()
         timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # do not wait for the device
         self.tput_timer = ThroughputTimer(timed, config.train_batch_size, steps_per_output=config.steps_per_print)
         self._held: contextlib.AbstractContextManager | None = None

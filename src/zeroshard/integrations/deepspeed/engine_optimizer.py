@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...comm.codec import exchange_values
 from ...errors import ConfigError, NonFiniteError
 from ...optim.parameter_access import OptimizerStatePart, ParameterPart, gradient_of, state_of, value_of
 from ...optim.sharded_optimizer import OptimizerCore
 from ...tensor.sharded_tensor import ShardedTensor
 from ...zero.gathered_parameters import home_of
-from ...zero.mixed_precision import LossScaler
 from . import partition, stand_ins
 from .accelerator import always
 from .cpu_optimizers import FusedAdam
@@ -44,8 +44,6 @@ _INSTEAD = {
     ),
     **dict.fromkeys(("grad_partitions_flat_buffer", "averaged_gradients_flat"), "zs.gradient_of(param).local()"),
     "nccl_start_alignment_factor": "zs.value_of(param).local(): what a rank holds begins at multiples of 32 elements",
-    "loss_scale_config": "engine.optimizer.loss_scaler, or the section fp16 of the configuration",
-    "_get_norm_groups": "zs.gradient_of(param), or engine.get_global_grad_norm() after a step",
     "get_hp_param_device": "zs.report(model), which tells where states rest",
 }  # fmt: skip
 
@@ -117,14 +115,13 @@ class EngineOptimizer:
     cur_scale = loss_scale
 
     @property
-    def loss_scaler(self) -> LossScaler | None:
-        """The loss scaler in fp16, with zeroshard's names (scale, patience, config), else None."""
-        return self.optimizer.core.runtime.progress.scaler
+    def loss_scaler(self) -> LossScalerView | None:
+        """The loss scaler in fp16, else None."""
+        return None if self.optimizer.core.runtime.progress.scaler is None else LossScalerView(self.optimizer.core)
 
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        scaler = self.loss_scaler
-        return scaler is not None and scaler.dynamic
+    loss_scale_config = property(lambda self: LossScalerView(self.optimizer.core))  # without fp16: a static scale of 1
+    dynamic_loss_scale = property(attrgetter("loss_scale_config.dynamic_loss_scale"))
+    low_precision_dtype = property(attrgetter("_config.model_dtype"))  # of parameters in forward and backward
 
     def needs_scaler(self) -> bool:
         """Return whether there is a loss scale (fp16). A plain loss.backward() works too: the runtime applies the scale."""
@@ -183,6 +180,33 @@ class EngineOptimizer:
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
         """Parameters of each leaf module (`set_z3_leaf_modules`)."""
         return {module: list(module.parameters()) for module in get_z3_leaf_modules(self.optimizer.core.runtime.model)}
+
+    def _get_norm_groups(self) -> list[Tensor]:
+        """Return the norm of the mean gradient of each optimizer group, over all ranks (collective)."""
+        groups = self.get_fp32_grad_partitions()
+        squares = [float(sum(each.square().sum() for each in groups.get(i, {}).values())) for i in range(len(self.bit16_groups))]
+        comm = self.optimizer.core.runtime.comm
+        everyone = [squares] if comm.world_size == 1 else exchange_values(comm, squares, "norms of gradients")
+        return [torch.tensor(sum(theirs)).sqrt() for theirs in zip(*everyone, strict=True)]
+
+
+class LossScalerView:
+    """Live view of the loss scale with DeepSpeed's names. Other attributes are those of zeroshard's scaler (fp16 only)."""
+
+    scale_factor = 2.0
+
+    def __init__(self, core: OptimizerCore) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core.runtime.progress.scaler, name)
+
+    dynamic_loss_scale = property(lambda self: getattr(self._core.runtime.progress.scaler, "dynamic", False))
+    cur_scale = loss_scale = property(attrgetter("_core.runtime.progress.loss_scale"))
+    cur_iter = property(attrgetter("_core.tally.asked"))  # number of steps, skipped ones included
+    cur_hysteresis = property(attrgetter("patience"))
+    scale_window = property(attrgetter("config.loss_scale_window"))  # steps without an overflow after which the scale doubles
+    min_scale = property(attrgetter("config.min_loss_scale"))
 
 
 def _flat(parts: list[ParameterPart]) -> object:

@@ -1,19 +1,64 @@
-"""deepspeed.zero.TiledLinear: a linear layer made of tiles.
+"""deepspeed.runtime.zero.linear and .tiling: a linear layer with its own autograd function, and one made of tiles.
 
-With DeepSpeed, programs use it in place of torch.nn.Linear to save memory at stage 3. zeroshard saves the memory for every module,
-so here it only computes the same values.
+With DeepSpeed, programs use these classes in place of torch.nn.Linear to save memory at stage 3. zeroshard saves the memory for
+every module, so here they only compute the same values as torch's.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .accelerator import get_accelerator
 from .partition import GatheredParameters
+
+_DEVICE = get_accelerator().device_name()
+autocast_custom_fwd = functools.partial(torch.amp.custom_fwd, device_type=_DEVICE)  # decorators that programs import from here
+autocast_custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=_DEVICE)
+
+
+class LinearFunctionForZeroStage3(torch.autograd.Function):
+    """Compute y = x @ weight.T + bias; backward runs under the autocast state of the forward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return nn.functional.linear(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        input, weight, *_ = inputs
+        ctx.save_for_backward(input, weight)
+        ctx._fwd_used_autocast = torch.is_autocast_enabled(input.device.type)
+        ctx._dtype = torch.get_autocast_dtype(input.device.type)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        with torch.autocast(input.device.type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast):
+            of_input = grad.matmul(weight) if ctx.needs_input_grad[0] else None
+            of_weight = rows.t().matmul(input.reshape(-1, input.shape[-1])) if ctx.needs_input_grad[1] else None
+            of_bias = rows.sum(0) if len(ctx.needs_input_grad) > 2 and ctx.needs_input_grad[2] else None
+        return (of_input, of_weight, of_bias)[: len(ctx.needs_input_grad)]
+
+
+def zero3_linear_wrap(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute torch.nn.functional.linear with LinearFunctionForZeroStage3."""
+    return LinearFunctionForZeroStage3.apply(input, weight, bias)
+
+
+class LinearModuleForZeroStage3(nn.Linear):
+    """torch.nn.Linear with `zero3_linear_wrap` as its forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return zero3_linear_wrap(input, self.weight, self.bias)
 
 
 class TiledLinear(nn.Module):

@@ -41,8 +41,12 @@ Rates = float | list[float]  # one for all parameter groups, or one for each
 def schedule_from_config(name: str, params: Mapping[str, object] | None, optimizer: object) -> Any:
     """Make the schedule of `"scheduler": {"type": name, "params": params}`: one of the five, or of torch.optim.lr_scheduler.
 
-    Raises ConfigError for an unknown name, and for parameters that the schedule does not have.
+    `"warmup_num_steps": 0`, which frameworks write for no warm-up, is the shortest one. Raises ConfigError for an unknown name, and
+    for parameters that the schedule does not have.
     """
+    given = dict(params or {})
+    if given.get("warmup_num_steps") == 0:
+        given["warmup_num_steps"] = 1
     known = [n for n, v in vars(torch.optim.lr_scheduler).items() if isinstance(v, type) and not n.startswith("_")]
     cls = globals()[name] if name in VALID_LR_SCHEDULES else getattr(torch.optim.lr_scheduler, name, None)
     if not isinstance(cls, type):
@@ -51,7 +55,7 @@ def schedule_from_config(name: str, params: Mapping[str, object] | None, optimiz
             f"{did_you_mean(name, [*VALID_LR_SCHEDULES, *known])}"
         )
     try:
-        return cls(_torch_optimizer(optimizer), **(params or {}))
+        return cls(_torch_optimizer(optimizer), **given)
     except TypeError as error:
         raise ConfigError(f"scheduler.params of {name}: {error}") from error
 

@@ -106,7 +106,8 @@ class TensorBoardMonitor(Monitor):
         self.summary_writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        self.summary_writer.flush()
+        if self.summary_writer is not None:  # rank 0
+            self.summary_writer.flush()
 
 
 class WandbMonitor(Monitor):

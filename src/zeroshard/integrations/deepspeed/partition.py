@@ -17,7 +17,7 @@ import os
 import threading
 import types
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])  # gathered, not, being gathered
+DeepSpeedTensorOverride = Enum("DeepSpeedTensorOverride", ["dtype", "device"])  # what zero.Init sets for new parameters
+DEFAULT_TENSOR_OVERRIDES = list(DeepSpeedTensorOverride)
 partitioned_param_data_shape = [0]  # shape of `param.data` at rest in DeepSpeed; here a parameter always has its true shape
 _orig_torch_arange, _orig_torch_empty = torch.arange, torch.empty  # frameworks assign them; torch's constructors are not replaced
 
@@ -75,7 +77,8 @@ class Init:
     device has no fp16), as in DeepSpeed. remote_device: "cpu" and "nvme" make parameters on the host, other values on the
     accelerator. If the configuration's stage is not 3, nothing is partitioned, and a warning is logged. All ranks get the values
     that rank 0 draws, whatever their seeds. A function given to `module.apply` inside sees each module's own parameters whole,
-    and rank 0's writes are kept. Torch's constructors are not replaced.
+    and rank 0's writes are kept. Torch's constructors are not replaced. tensor_overrides without DeepSpeedTensorOverride.dtype:
+    parameters keep the dtypes that the modules give them.
 
     Raises ValueError or RuntimeError for contradictory arguments, before anything changes.
     """
@@ -86,6 +89,7 @@ class Init:
         enabled: bool = True, dtype: torch.dtype | None = None, mpu: object = None, zero_param_parallel_group: object = None,
         zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: ProcessGroup | None = None, param_swapper: object = None,
+        tensor_overrides: Collection[DeepSpeedTensorOverride] | None = DEFAULT_TENSOR_OVERRIDES,
     ) -> None:  # fmt: skip
         self.enabled, self.module = enabled, module
         self._open: contextlib.ExitStack | None = None
@@ -94,7 +98,7 @@ class Init:
         given = config if config_dict_or_path is None else config_dict_or_path
         given = getattr(given, "_param_dict", given)  # a DeepSpeedConfig keeps the dictionary that it was made of
         self.config = None if given is None else read_config(given)
-        self.dtype = self._dtype(dtype)
+        self.dtype = self._dtype(dtype) if DeepSpeedTensorOverride.dtype in (tensor_overrides or ()) else None
         if data_parallel_group is not None and sequence_data_parallel_group is not None:
             raise ValueError("zero.Init: give data_parallel_group or sequence_data_parallel_group, not both.")
         without_effect = {
@@ -134,12 +138,8 @@ class Init:
             self.ds_process_group, talking_device(self.local_device), communication.stall_timeout_s()
         )
         self.rank, self.dp_world_size = self._comm.rank, self._comm.world_size
-        said = os.environ.get("WORLD_SIZE", "")
-        if self.dp_world_size == 1 and self.ds_process_group is None and said.isdigit() and int(said) > 1:
-            raise RuntimeError(
-                f"zero.Init: the launcher says WORLD_SIZE={said}, and the process group has one rank: nothing would be partitioned. Call "
-                "deepspeed.init_distributed() before, and let nothing else make a process group of one rank."
-            )
+        if told := _contradicting_single_rank_pg_error(self.dp_world_size, self.ds_process_group):
+            raise RuntimeError(told)
         if module is not None:
             cut_module(module.to(self._birthplace), self._comm)
 
@@ -229,6 +229,19 @@ def restore_init_context() -> None:
     """Resume open `Init` contexts: modules made inside are partitioned again."""
     for each in here.inits:
         each._resume()
+
+
+def _contradicting_single_rank_pg_error(
+    dp_world_size: int, explicit_process_group: object, env: Mapping[str, str | None] = os.environ
+) -> str | None:
+    """Return an error if a launcher started several ranks but the default process group has only one; else None."""
+    said = env.get("WORLD_SIZE") or ""
+    if dp_world_size != 1 or explicit_process_group is not None or not said.isdigit() or int(said) <= 1:
+        return None
+    return (
+        f"zero.Init: the launcher says WORLD_SIZE={said}, and the process group has one rank: nothing would be partitioned. Call "
+        "deepspeed.init_distributed() before, and let nothing else make a process group of one rank."
+    )
 
 
 @contextlib.contextmanager
@@ -443,6 +456,7 @@ _PROPERTIES: dict[str, Callable[[Tensor], object]] = {
     "ds_persist": lambda param: _persists(_home(param)),
     "ds_active_sub_modules": _active_sub_modules,
     "ds_zero_partition_world_size": lambda param: _home(param).comm.world_size,
+    "is_external_param": lambda param: (_home(param), False)[1],  # no parameter needs to be registered
 }
 _METHODS: dict[str, Callable[..., object]] = {
     "all_gather": lambda param, param_list=None, async_op=False, hierarchy=0: (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import multiprocessing
 import os
@@ -19,18 +20,22 @@ from ...comm import backend_select
 from ...comm.base import Comm
 from ...comm.codec import exchange_values
 from ...comm.process_group import talking_device
+from ...utils.axes import DP, EP, TP
 from ...zero.ddp_interface import take_interface
 from ...zero.runtime import runtime_of
-from . import VERSION, activation, communication, leaf_modules, partition
+from . import VERSION, activation, communication, leaf_modules, moe, partition, tensor_parallel
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
 from .logs import log_dist, set_log_level_from_string
 from .lr_schedules import schedule_from_config
 from .monitor import MonitorMaster
+from .pipe import PipelineModule, check_config
 from .sections import DeepSpeedConfigError
 from .sequence import SequenceGroups, groups_of
 from .shard_options import build_optimizer, cast_buffers, shard_options
-from .stand_ins import PipelineModule, ZeRORuntimeException
+from .stand_ins import ZeRORuntimeException
+from .topology import mesh_of
+from .utilities import RepeatingLoader, set_mesh
 
 T = TypeVar("T")
 Initialized = tuple[DeepSpeedEngine, Any, Any, Any]  # engine, optimizer, data loader and scheduler; an editor sees no Optional
@@ -58,10 +63,7 @@ def initialize(
     """
     log_dist(f"DeepSpeed info: version={VERSION}, git-hash=None, git-branch=None", ranks=[0])
     assert model is not None, "deepspeed.initialize requires a model"
-    if isinstance(model, PipelineModule):
-        raise DeepSpeedConfigError(
-            "PipelineModule: pipelines are not served through DeepSpeed's interface; use torch.distributed.pipelining."
-        )
+    assert mpu is None or not isinstance(model, PipelineModule), "mpu must be None with pipeline parallelism: leave it out"
     if mesh_param is not None:
         raise DeepSpeedConfigError(
             "mesh_param: sequence parallelism is not served; pass a data-parallel group by mpu, or leave it out."
@@ -96,17 +98,34 @@ def _initialize(
     group = None if mpu is None or isinstance(mpu, SequenceGroups) else mpu.get_data_parallel_group()
     device, local_rank = _device(args)
     comm = backend_select.current(group, talking_device(device), communication.stall_timeout_s())
-    ranks = comm.world_size if not isinstance(mpu, SequenceGroups) else mpu.get_data_parallel_world_size()
-    config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, ranks))
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    tensor_ranks = _together(comm, "tensor_parallel", lambda: tensor_parallel.ranks_of(model, given, mpu, comm.world_size))
+    cut = mpu is not None or tensor_ranks > 1 or isinstance(model, PipelineModule)
+    expert_ranks = _together(comm, "its experts", lambda: moe.ranks_of(model, comm.world_size, cut))
+    data_ranks = comm.world_size // (stages * tensor_ranks)  # experts are divided over data-parallel ranks
+    if isinstance(mpu, SequenceGroups):
+        data_ranks = mpu.get_data_parallel_world_size()
+    config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, data_ranks))
     _compare(comm, config)
     if config.sequence_parallel_size > 1 and mpu is None:
+        if cut or expert_ranks > 1:
+            raise DeepSpeedConfigError(
+                "sequence_parallel_size: ranks along sp share no layers, stages or experts: leave it out, or the other axis."
+            )
         mpu = groups_of(config.sequence_parallel_size)
-    mesh = mpu.mesh if isinstance(mpu, SequenceGroups) else None
     if "_zeroshard" in model.__dict__:  # the model belongs to an earlier engine
-        model_parameters = _let_go(model, optimizer, model_parameters)
+        model_parameters = _renewed(model, optimizer, model_parameters, lambda: _let_go(model))
+    _together(comm, "the model", lambda: _move(model, config, mpu, device))
+    mesh: Any = mpu.mesh if isinstance(mpu, SequenceGroups) else model.mpu().mesh if isinstance(model, PipelineModule) else None
+    for axis, size, action in ((TP, tensor_ranks, tensor_parallel.cut), (EP, expert_ranks, moe.divide)):
+        if size > 1:
+            mesh = mesh_of({DP: comm.world_size // size, axis: size})
+            model_parameters = _renewed(model, optimizer, model_parameters, functools.partial(action, model, mesh[axis]))
     basic, lr_scheduler, options, monitor = _together(
-        comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, mpu, config, device)
+        comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, config)
     )
+    if mesh is not None and not isinstance(mpu, SequenceGroups):
+        set_mesh(mesh)
     api.shard(model, basic, comm=None if group is None else comm, mesh=mesh, **options)
     if isinstance(mpu, SequenceGroups):
         mpu.attend(model)
@@ -116,13 +135,22 @@ def _initialize(
         set_log_level_from_string(config.log_level)
     if config.dump_state and backend_select.rank_and_size()[0] == 0:
         config.print("DeepSpeedEngine configuration")
-    engine = DeepSpeedEngine(
+    kind: type[DeepSpeedEngine] = DeepSpeedEngine
+    if isinstance(model, PipelineModule):
+        from .pipe_engine import PipelineEngine  # torch.distributed.pipelining takes a second to import
+
+        kind = PipelineEngine
+    engine = kind(
         model, basic, config, client=client, device=device, local_rank=local_rank, mpu=mpu, collate_fn=collate_fn, monitor=monitor
     )
     partition.attach(model)
     partition.here.checks_writes = config.zero_config.enable_sanity_checks
     engine.lr_scheduler = lr_scheduler
-    if training_data is not None:
+    if training_data is not None and isinstance(model, PipelineModule):  # the same samples at all stages, over and over
+        data: Any = training_data
+        sampler: Sampler = DistributedSampler(data, num_replicas=data_ranks, rank=runtime_of(model).comm.rank, shuffle=False)
+        engine.set_dataloader(RepeatingLoader(deepspeed_io(engine, data, data_sampler=sampler)))
+    elif training_data is not None:
         engine.training_dataloader = deepspeed_io(engine, training_data)
     if config.disable_python_gc:
         engine._gc_was_on = gc.isenabled()
@@ -130,12 +158,17 @@ def _initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _let_go(model: nn.Module, optimizer: object, given: object) -> object:
-    """Close the model's earlier engine. Return `given` with parameters replaced that zs.close has replaced in the model."""
+def _let_go(model: nn.Module) -> None:
+    """Close the model's earlier engine: the model has ordinary parameters again, which may be new objects."""
+    partition.detach(model)
+    api.close(model)
+
+
+def _renewed(model: nn.Module, optimizer: object, given: object, change: Callable[[], object]) -> object:
+    """Call `change`, replace in the optimizer the parameters that it has replaced in the model, and return `given` with the new ones."""
     before = dict(model.named_parameters())
     given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
-    partition.detach(model)
-    api.close(model)  # it gives the model ordinary parameters, which may be new objects
+    change()
     now = {id(before[name]): param for name, param in model.named_parameters()}
 
     def renewed(entry: object) -> Any:
@@ -175,10 +208,10 @@ def _config(given: object, mpu: object, optimizer: object, lr_scheduler: object,
     return config
 
 
-def _prepare(
-    model: nn.Module, optimizer: object, model_parameters: object, lr_scheduler: object, mpu: object, config: DeepSpeedConfig, device: torch.device
-) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:  # fmt: skip
-    """Cast and move the model; return optimizer, scheduler, options of zs.shard and monitor. It may raise on a single rank."""
+def _move(model: nn.Module, config: DeepSpeedConfig, mpu: object, device: torch.device) -> None:
+    """Cast the model, move it to the device, and let it recompute activations as configured. It may raise on a single rank."""
+    if isinstance(model, PipelineModule):
+        check_config(config, model.num_stages)
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
     cast_buffers(config, model)
     for param in model.parameters() if config.model_dtype is not torch.float32 else ():
@@ -187,6 +220,12 @@ def _prepare(
     if device.type != "cpu" and not any(param.is_meta for param in model.parameters()):
         model.to(device)
     activation.apply_config(model, config, mpu)
+
+
+def _prepare(
+    model: nn.Module, optimizer: object, model_parameters: object, lr_scheduler: object, config: DeepSpeedConfig
+) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:
+    """Return optimizer, scheduler, options of zs.shard and monitor. It may raise on a single rank."""
     for name, param in model.named_parameters() if (config.optimizer_name or "").lower() == "muon" else ():
         param.use_muon = param.dim() == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
     basic = _basic_optimizer(model, optimizer, model_parameters, config)
@@ -341,9 +380,10 @@ def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None =
     options = {
         "num_workers" if key == "num_local_io_workers" else key: value for key, value in options.items() if value is not None
     }
+    comm = runtime_of(engine.module).comm  # ranks that share layers read the same
     pinned = options.pop("pin_memory", True) and torch.cuda.is_available()
     return DeepSpeedDataLoader(
-        dataset, batch_size or engine.train_micro_batch_size_per_gpu(), rank=engine.global_rank, world_size=engine.world_size,
+        dataset, batch_size or engine.train_micro_batch_size_per_gpu(), rank=comm.rank, world_size=comm.world_size,
         collate_fn=options.pop("collate_fn", engine.collate_fn), drop_last=engine.dataloader_drop_last(), shuffle=route == "train",
         pin_memory=pinned, **options,
     )  # fmt: skip

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, ZeroshardError
-from .accelerator import always
 
 MIN_SWAPPABLE_BYTES = 2**20  # deepspeed.runtime.swap_tensor: DeepSpeed's tests make tensors of at least this size
 
@@ -72,24 +71,12 @@ class ZeRORuntimeException(Exception):
 
 # -- what zeroshard has not, and what to use instead ----------------------------------------------------------------------
 
-_PIPE = "shard the whole model with stage 3 instead of cutting it into pipeline stages: ranks then hold 1/N of every layer."
-_MOE = (
-    "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others, and zs.divide_experts "
-    "divides zs.Experts over an axis ep."
-)
 _SEQUENCE = "call UlyssesSPAttentionHF.register_with_transformers, or shard over a mesh with an axis sp (zs.shard)."
 _INFER = "call deepspeed.initialize without an optimizer (stage 3), or export the model to an inference engine."
-_AUTOTP = "shard with stage 3 instead of tensor parallelism."
+_AUTOTP = 'say {"tensor_parallel": {"autotp_size": N}} in the configuration, or call deepspeed.tp_model_init.'
 _LAYER = "use torch.nn.TransformerEncoderLayer."
 _LAMB = "use FusedAdam, with a warm-up for large batches, or FusedLion; LAMB takes norms of whole parameters."
 
-PipelineModule = _stand_in("PipelineModule", _PIPE, nn.Module)
-PipelineEngine = _stand_in("PipelineEngine", _PIPE, nn.Module)
-LayerSpec = _stand_in("LayerSpec", _PIPE)
-TiedLayerSpec = _stand_in("TiedLayerSpec", _PIPE, LayerSpec)
-ProcessTopology = _stand_in("ProcessTopology", _PIPE)
-MoE = _stand_in("MoE", _MOE, nn.Module)
-Experts = _stand_in("Experts", _MOE, nn.Module)
 DistributedAttention = _stand_in("DistributedAttention", _SEQUENCE, nn.Module)
 InferenceEngine = _stand_in("InferenceEngine", _INFER, nn.Module)
 DeepSpeedHybridEngine = _stand_in("DeepSpeedHybridEngine", _INFER, nn.Module)
@@ -101,31 +88,8 @@ FusedLamb = _stand_in("FusedLamb", _LAMB, torch.optim.Optimizer)
 
 init_inference = _refused("init_inference", _INFER)
 replace_transformer_layer = _refused("replace_transformer_layer", _INFER)
-tp_model_init = _refused("tp_model_init", _AUTOTP)
 set_autotp_mode = _refused("set_autotp_mode", _AUTOTP)
 get_cuda_rng_tracker = _refused("get_cuda_rng_tracker", "there is no tensor parallelism here; use torch's generators.")
-
-# -- deepspeed.moe.utils: a model without MoE layers has no expert parameters ---------------------------------------------
-
-has_moe_layers = always((False, 0))  # no MoE layer can be made here
-
-
-def is_moe_param(param: torch.Tensor) -> bool:
-    """Return whether a parameter is marked as an expert's (`param.allreduce = False`)."""
-    return not getattr(param, "allreduce", True)
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: object, max_group_size: float = 178956971
-) -> list[dict[str, Any]]:
-    """Return the groups as a list. Raises NotSupported if a parameter is marked as an expert's."""
-    if not isinstance(param_groups, (dict, list, tuple)):
-        raise ValueError(f"param_groups: expected a dict, or a list or tuple of them, got {type(param_groups).__name__}")
-    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    if any(is_moe_param(param) for group in groups for param in group["params"]):
-        raise NotSupported(f"param_groups: a parameter is marked as an expert's (allreduce=False): {_MOE}")
-    return groups
-
 
 # -- deepspeed.ops.op_builder ---------------------------------------------------------------------------------------------
 

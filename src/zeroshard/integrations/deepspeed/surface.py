@@ -20,14 +20,17 @@ _GROUPS = (
     "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group get_tensor_model_parallel_rank "
     "get_tensor_model_parallel_world_size initialize"
 )
-_INIT = "GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter"
+_INIT = (
+    "DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter"
+)
 _TILED = "TiledLinear TiledLinearReturnBias"
 _TABLE = {
     ".": "accelerator: get_accelerator; communication: TORCH_DISTRIBUTED_DEFAULT_PORT init_distributed; ds_config: "
     "DeepSpeedConfig; engine: DeepSpeedEngine; door: install; logs: log_dist logger; sections: DeepSpeedConfigError; setup: "
-    "add_config_arguments initialize; stand_ins: DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedOptimizer "
-    "DeepSpeedTransformerConfig DeepSpeedTransformerLayer InferenceEngine PipelineEngine PipelineModule init_inference "
-    "replace_transformer_layer set_autotp_mode tp_model_init; utilities: OnDevice; door: __version__=VERSION "
+    "add_config_arguments initialize; pipe: PipelineModule; pipe_engine: PipelineEngine; stand_ins: DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedOptimizer "
+    "DeepSpeedTransformerConfig DeepSpeedTransformerLayer InferenceEngine init_inference "
+    "replace_transformer_layer set_autotp_mode; tensor_parallel: tp_model_init; utilities: OnDevice; door: __git_branch__=UNKNOWN __git_hash__=UNKNOWN "
+    "__version__=VERSION "
     "__version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH version=VERSION",
     "accelerator": "accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator",
     "accelerator.real_accelerator": "accelerator: get_accelerator is_current_accelerator_supported set_accelerator",
@@ -41,14 +44,14 @@ _TABLE = {
     "get_global_rank get_local_rank get_rank get_world_group get_world_size has_all_gather_into_tensor "
     "inference_all_reduce init_distributed is_available is_initialized log_summary monitored_barrier "
     "new_group recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send",
+    "compression.helper": "utilities: recursive_getattr recursive_setattr",
     "constants": "communication: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
     "git_version_info": "utilities: torch_info; door: version=VERSION",
     "inference.config": "stand_ins: DeepSpeedInferenceConfig",
     "launcher.runner": "launcher: DEEPSPEED_ENVIRONMENT_NAME main",
     "module_inject": "stand_ins: replace_transformer_layer set_autotp_mode",
-    "moe.experts": "stand_ins: Experts",
-    "moe.layer": "stand_ins: MoE",
-    "moe.utils": "stand_ins: has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer",
+    "moe.layer": "moe: MoE",
+    "moe.utils": "moe: has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer",
     "monitor.config": "sections: CSVConfig TensorBoardConfig WandbConfig",
     "monitor.monitor": "monitor: Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
     "ops": "stand_ins: __compatible_ops__=compatible_ops DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
@@ -66,13 +69,14 @@ _TABLE = {
     "PinMemoryBuilder QuantizerBuilder SpatialInferenceBuilder TransformerBuilder UtilsBuilder",
     "ops.op_builder.builder": "stand_ins: OpBuilder",
     "ops.transformer": "stand_ins: DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
-    "pipe": "stand_ins: LayerSpec PipelineModule TiedLayerSpec",
+    "pipe": "pipe: LayerSpec PipelineModule TiedLayerSpec",
     "profiling.flops_profiler": "stand_ins: FlopsProfiler",
     "runtime.base_optimizer": "stand_ins: DeepSpeedOptimizer ZeROOptimizer",
     "runtime.bf16_optimizer": "stand_ins: BF16_Optimizer",
-    "runtime.config": "ds_config: ADAM_OPTIMIZER DeepSpeedConfig LAMB_OPTIMIZER get_gradient_clipping; sections: "
+    "runtime.config": "ds_config: ADAM_OPTIMIZER DeepSpeedConfig LAMB_OPTIMIZER get_gradient_clipping get_log_level; sections: "
     "DeepSpeedConfigError",
-    "runtime.constants": "ds_config: GRADIENT_CLIPPING_DEFAULT",
+    "runtime.config_utils": "config_model: DeepSpeedConfigModel",
+    "runtime.constants": "ds_config: GRADIENT_CLIPPING_DEFAULT LOG_LEVEL_DEFAULT",
     "runtime.dataloader": "setup: DeepSpeedDataLoader; utilities: RepeatingLoader",
     "runtime.engine": "engine: DeepSpeedEngine",
     "runtime.fp16.fused_optimizer": "stand_ins: FP16_Optimizer",
@@ -82,10 +86,11 @@ _TABLE = {
     "LR_RANGE_TEST_STAIRCASE LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE ONE_CYCLE OneCycle TOTAL_NUM_STEPS "
     "VALID_LR_SCHEDULES WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR WARMUP_MAX_LR "
     "WARMUP_MIN_LR WARMUP_MIN_RATIO WARMUP_NUM_STEPS WARMUP_TYPE WarmupCosineLR WarmupDecayLR WarmupLR",
-    "runtime.pipe": "stand_ins: LayerSpec PipelineModule ProcessTopology TiedLayerSpec",
-    "runtime.pipe.engine": "stand_ins: PipelineEngine",
-    "runtime.pipe.module": "stand_ins: LayerSpec PipelineModule TiedLayerSpec",
-    "runtime.pipe.topology": "stand_ins: ProcessTopology",
+    "runtime.pipe": "pipe: LayerSpec PipelineModule TiedLayerSpec; topology: ProcessTopology",
+    "runtime.pipe.engine": "pipe_engine: PipelineEngine",
+    "runtime.pipe.module": "pipe: LayerSpec PipelineError PipelineModule TiedLayerSpec",
+    "runtime.pipe.topology": "topology: PipeDataParallelTopology PipeModelDataParallelTopology "
+    "PipelineParallelGrid ProcessTopology",
     "runtime.precision_config": "ds_config: get_bfloat16_config; sections: DeepSpeedBF16Config DeepSpeedFP16Config",
     "runtime.sequence_parallel.ulysses_sp": "sequence: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.swap_tensor": "stand_ins: MIN_SWAPPABLE_BYTES",
@@ -95,10 +100,12 @@ _TABLE = {
     "OffloadDeviceEnum",
     "runtime.zero.leaf_module_config": "leaf_modules: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES "
     "DEFAULT_LEAF_MODULE_NAME_SUFFIXES; sections: DeepSpeedZeroLeafModuleConfig",
+    "runtime.zero.linear": "linears: LinearFunctionForZeroStage3 LinearModuleForZeroStage3 autocast_custom_bwd autocast_custom_fwd "
+    "zero3_linear_wrap",
     "runtime.zero.offload_config": "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
     "OffloadDeviceEnum OffloadStateTypeEnum",
-    "runtime.zero.partition_parameters": f"accelerator: get_accelerator; partition: {_INIT} MultipleAllGatherHandles "
-    "_orig_torch_arange _orig_torch_empty is_zero_param partitioned_param_data_shape zero_wrapper_for_fp_tensor_constructor",
+    "runtime.zero.partition_parameters": f"accelerator: get_accelerator; linears: zero3_linear_wrap; partition: {_INIT} DEFAULT_TENSOR_OVERRIDES "
+    "MultipleAllGatherHandles _contradicting_single_rank_pg_error _orig_torch_arange _orig_torch_empty is_zero_param partitioned_param_data_shape zero_wrapper_for_fp_tensor_constructor",
     "runtime.zero.stage3": "engine_optimizer: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
     "runtime.zero.tiling": f"linears: {_TILED}",
@@ -134,30 +141,27 @@ INSTEAD: dict[str, str] = {  # module or name of DeepSpeed that does not exist h
     "compile": "There is no DeepCompile: engine.compile() takes torch.compile's backends.",
     "env_report": "`zeroshard doctor` says what a machine offers.",
     "launcher.multinode_runner": "Start nodes with torchrun, or zeroshard-deepspeed on each of them.",
-    "moe": "Write the experts as ordinary modules; stage 3 shards them as all others.",
+    "moe": "deepspeed.moe.layer.MoE is here; its experts are a zs.Experts, which zs.divide_experts divides.",
     "monitor.comet": "Use tensorboard, csv_monitor or wandb.",
     "nebula": 'engine.save_checkpoint saves in the background with {"checkpoint": {"writer": {"decoupled": true}}}.',
     "ops.adam": "zs.shard steps torch.optim's classes on any tier; DeepSpeedCPUAdam and FusedAdam are here.",
     "ops.muon": "Use zs.Muon, or torch.optim.Muon.",
     "ops.sparse_attention": "Use torch.nn.attention.flex_attention.",
     "ops.op_builder": "Nothing is compiled: leave out what asks for it.",
-    "pipe": "Shard the whole model with stage 3 instead of cutting it into pipeline stages.",
     "runtime.activation_checkpointing": "deepspeed.checkpointing.checkpoint and zs.checkpoint_activations recompute activations.",
     "runtime.checkpoint_engine": "engine.save_checkpoint and load_checkpoint write and read by themselves, in the background as well.",
     "runtime.comm": "zs.shard reduces and gathers by itself; torch.distributed has collectives for code of one's own.",
-    "runtime.config_utils": "Derive configurations from pydantic.BaseModel.",
     "runtime.data_pipeline": "Use a sampler or data set of torch.utils.data.",
     "runtime.fp16.loss_scaler": 'engine.optimizer.loss_scale and loss_scaler tell the scale; {"fp16": ...} says how it changes.',
     "runtime.fp16.onebit": "Use FusedAdam: momenta are not compressed.",
     "runtime.sparse_tensor": "Gradients of embeddings are dense: nn.Embedding(sparse=False).",
-    "runtime.pipe": "Shard the whole model with stage 3 instead of cutting it into pipeline stages.",
+    "runtime.pipe": "PipelineModule and its engine run schedules by zs.Pipeline, which has DualPipeV, zero-bubble and interleaved ones.",
     "runtime.superoffload": "offload_optimizer with device cpu steps on the host; zs.shard(delayed_update=...) beside training.",
     "runtime.torch_autocast": "Gradients of all parameters are sent in communication_data_type.",
     "runtime.utils": "Norms and clipping: engine.get_global_grad_norm(), gradient_clipping, zs.clip_grad_norm_.",
-    "runtime.zero.linear": "Use torch.nn.Linear: stage 3 saves the memory of every module.",
     "runtime.zero.offload_states": "engine.offload_states() and reload_states() move states; zs.report(model) tells where they rest.",
-    "utils.bwc": "There is no tensor parallelism: its size is 1 and the rank 0.",
-    "utils.groups": "There is data parallelism only: deepspeed.comm has its ranks, and all other groups have one rank.",
+    "utils.bwc": "deepspeed.utils.groups has the groups of ranks that share layers.",
+    "utils.groups": "There are groups of data parallelism and of ranks that share layers; all others have one rank.",
     "utils.logging": "deepspeed.utils.logger is a logger of Python's logging.",
     "utils.module_utils": "model.get_submodule(name) and model.set_submodule(name, module) are torch's.",
     "utils.numa": "Start ranks under numactl, or with zeroshard-deepspeed --bind_cores_to_rank.",

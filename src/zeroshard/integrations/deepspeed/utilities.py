@@ -1,12 +1,13 @@
 """Helpers of deepspeed.utils, .utils.groups, .runtime.utils, .checkpoint and .git_version_info that scripts call.
 
-Groups: the engine has only data parallelism over all ranks, so the data-parallel group is the world, and functions for every
-other kind of group return size 1, rank 0 and None as the group.
+Groups: those of the last engine whose layers are cut (AutoTP, PipelineModule). Without one the data-parallel group is the world,
+and functions for every other kind of group return size 1, rank 0 and None as the group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -16,10 +17,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...utils import torch_compat
+from ...utils.axes import DP, TP
 from . import communication as dist
-from .accelerator import CPU_Accelerator, always, get_accelerator
+from .accelerator import CPU_Accelerator, get_accelerator
 from .stand_ins import NotSupported
 
 T = TypeVar("T")
@@ -32,12 +35,51 @@ def initialize(ep_size: int = 1, mpu: object = None) -> None:
         raise NotSupported(f"groups.initialize(ep_size={ep_size}, mpu={mpu}): there is data parallelism only; leave both out.")
 
 
-get_data_parallel_group = _get_data_parallel_group = dist.get_world_group
-get_data_parallel_world_size = _get_data_parallel_world_size = dist.get_world_size
-get_data_parallel_rank = _get_data_parallel_rank = dist.get_rank
-get_model_parallel_world_size = get_tensor_model_parallel_world_size = always(1)
-get_model_parallel_rank = get_tensor_model_parallel_rank = always(0)
-get_model_parallel_group = get_tensor_model_parallel_group = always(None)
+_meshes: list[DeviceMesh] = []  # that of the last engine whose model has an axis besides dp
+
+
+def set_mesh(mesh: DeviceMesh) -> None:
+    """Let the functions below tell this rank's groups along the axes of a mesh."""
+    _meshes[:] = [mesh]
+
+
+def _along(axis: str) -> DeviceMesh | None:
+    return _meshes[0][axis] if _meshes and axis in (_meshes[0].mesh_dim_names or ()) else None
+
+
+def get_data_parallel_group() -> dist.ProcessGroup | None:
+    line = _along(DP)
+    return dist.get_world_group() if line is None else line.get_group()
+
+
+def get_data_parallel_world_size() -> int:
+    return dist.get_world_size(get_data_parallel_group())
+
+
+def get_data_parallel_rank() -> int:
+    return dist.get_rank(get_data_parallel_group())
+
+
+def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
+    """Return the group of the ranks that share this rank's layers, or None."""
+    line = _along(TP)
+    return None if line is None else line.get_group()
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    line = _along(TP)
+    return 1 if line is None else line.size()
+
+
+def get_tensor_model_parallel_rank() -> int:
+    line = _along(TP)
+    return 0 if line is None else line.get_local_rank()
+
+
+_get_data_parallel_group, _get_data_parallel_rank = get_data_parallel_group, get_data_parallel_rank
+_get_data_parallel_world_size = get_data_parallel_world_size
+get_model_parallel_group, get_model_parallel_rank = get_tensor_model_parallel_group, get_tensor_model_parallel_rank
+get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 
 def required_torch_version(min_version: object = None, max_version: object = None) -> bool:
@@ -103,6 +145,17 @@ def OnDevice(dtype: torch.dtype | None = None, device: str | torch.device = "met
 def instrument_w_nvtx(func: T) -> T:
     """Return the function itself; profilers show it by its own name."""
     return func
+
+
+def recursive_getattr(model: object, module_name: str) -> Any:
+    """Return model.a.b for 'a.b'."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: object, module_name: str, module: object) -> None:
+    """Set model.a.b to the module for 'a.b'."""
+    above, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, above) if above else model, last, module)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

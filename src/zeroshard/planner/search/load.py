@@ -103,14 +103,14 @@ def _sums(load: Load, hardware: Hardware, beside: bool) -> tuple[float, float, f
                 continue
             for resource, time in resource_seconds(task, hardware, load.trace).items():
                 lane = hardware.lane(resource)
-                if task.phase == "step":
-                    steps[kind_of(task) in ("publish", "sum"), lane] += times * time
+                if task.phase == "step" and kind_of(task) != "publish":  # that runs beside the next forward
+                    steps[kind_of(task) == "sum", lane] += times * time
                     continue
                 lanes[lane] += repeated * times * time
                 if resource is Resource.DEVICE or task.axis == TP:
                     chain[once] += times * time
-    for last in (False, True):  # the optimizer's step, and what is sent when it is over
-        tail += max((time for (which, _), time in steps.items() if which is last), default=0.0)
+    for first in (True, False):
+        tail += max((time for (which, _), time in steps.items() if which is first), default=0.0)
     return chain[0], chain[1], tail, lanes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,11 +51,14 @@ def layout_of(request: Request) -> Layout:
 def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
     """Return the model's profile: of this library's GPT by formulas, else by dry runs over dp, with checkpoints, and with tp = 2.
 
+    Its `heads` are the ranks of tp that the runtime divides the model over: they divide its vocabulary, too.
+
     plans: of the request, made already: if its ranks are those of data parallelism alone, one of them replaces the first dry run.
     """
     source = request.source
-    if source.config is not None:
-        return Profile.of_shape(replace(source.config, seq_len=request.seq), source.name)
+    if (shape := source.config) is not None:
+        profile = Profile.of_shape(replace(shape, seq_len=request.seq), source.name)
+        return replace(profile, heads=math.gcd(shape.heads, shape.vocab_size))
     alone = request.axes[DP] == request.ranks > 1
     if plans and alone and not request.checkpointing and not _OTHER_UNITS & set(request.options):
         whole, known = request, plans[0]

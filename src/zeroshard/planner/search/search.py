@@ -31,7 +31,8 @@ from .profile import Profile
 from .requested import of_layout, profile_of
 
 MARGIN = 0.1  # share of the memory that is left for what the formulas do not count: holes between blocks, temporaries
-_CONFIRMED = 3  # kinds of layouts whose dry runs are simulated
+_CONFIRMED = 2  # kinds of layouts whose dry runs are simulated: the fastest and the runner-up
+_TRIED = 24  # dry runs at the most, each some seconds or, of a hundred blocks, half a minute
 _LARGE_UNIT = 0.05  # share of the device's memory: blocks that take more when they are gathered may be split
 _EQUAL = 1.02  # times within this factor are taken to be the same
 
@@ -106,7 +107,7 @@ def by_formula(
 ) -> list[Layout]:  # fmt: skip
     """Return the layouts that fit by formula, the fastest by formula first; arguments as of `search`. counts: gets `considered`."""
     fixed, counts = fixed or {}, Counter() if counts is None else counts
-    _check(profile, devices, global_batch, fixed, margin)
+    _check(profile, devices, global_batch, precision, fixed, margin)
     limits = _limits(hardware, devices, margin)
     fitting: list[tuple[float, Layout]] = []
     shortest: tuple[float, Layout | None] = (math.inf, None)
@@ -133,7 +134,9 @@ def by_formula(
     return [layout for _, layout in in_order(fitting, lambda pair: pair)]
 
 
-def _check(profile: Profile, devices: int, global_batch: int, fixed: Mapping[str, Any], margin: float) -> None:
+def _check(
+    profile: Profile, devices: int, global_batch: int, precision: str, fixed: Mapping[str, Any], margin: float
+) -> None:  # fmt: skip
     for name, value in (("devices", devices), ("global_batch", global_batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}: expected a whole number of at least 1, got {value!r}.")
@@ -146,7 +149,12 @@ def _check(profile: Profile, devices: int, global_batch: int, fixed: Mapping[str
     if fixed.get(TP, 1) > 1 and profile.heads % fixed[TP]:
         near = min(_divisors(profile.heads), key=lambda each: abs(each - fixed[TP]))
         raise ConfigError(
-            f"{TP}={fixed[TP]} does not divide the {profile.heads} heads of {profile.name}; the nearest: tp={near}."
+            f"{TP}={fixed[TP]}: expected a divisor of {profile.heads}, over which heads and vocabulary of {profile.name} are divided evenly; "
+            f"the nearest: tp={near}."
+        )
+    if fixed.get(PP, 1) > 1 and precision == "fp16":  # parallel/pipeline.py
+        raise ConfigError(
+            f"{PP}={fixed[PP]} with fp16: each stage would have a loss scale of its own. Use bf16, or leave out {PP}."
         )
 
 
@@ -255,11 +263,15 @@ def _confirmed(
     """Return the fastest kinds that fit by dry runs, in the order of their simulated steps. Raises ConfigError if none fits."""
     found: list[Candidate] = []
     kinds: set[tuple] = set()
+    full: dict[Layout, int] = {}  # a layout of one sequence at a time -> sequences of a micro-batch with which it does not fit
     refusal = ""
     for layout in ranked:
-        if len(found) == _CONFIRMED:
+        if len(found) == _CONFIRMED or counts["verified"] == _TRIED:
             break
         if _kind(layout) in kinds:  # one of the same kind, faster by formula, fits
+            continue
+        alike = replace(layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2))  # a single one holds other gradients
+        if layout.micro_batch >= full.get(alike, math.inf):
             continue
         counts["verified"] += 1
         tell(f"{counts['fit']:,} of {counts['layouts']:,} layouts fit by formula; dry run of {layout}")
@@ -269,6 +281,7 @@ def _confirmed(
             held = fullest([memories(phase.held, plan.separate) for plan in plans for phase in plan.phases])
             if max(sum(of_tier.values()) / limits[tier] for tier, of_tier in held.items()) > 1:
                 counts["refused"] += 1
+                full[alike] = layout.micro_batch
                 continue
             done = chosen.simulated(plans)
         except ConfigError as error:  # this model can not be divided so

@@ -1,0 +1,225 @@
+"""deepspeed.moe: a layer of experts. Each token goes to its k most probable ones, and a loss keeps their loads alike.
+
+`initialize` divides the experts of a model over neighbouring ranks (ep_size) by `zs.divide_experts`. Choices beyond an expert's
+capacity are dropped before tokens travel. Sources: GShard, arXiv 2006.16668; Switch Transformers, 2101.03961; DeepSpeed-MoE,
+2201.05596. `l_aux` is of this rank's tokens, as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .sections import DeepSpeedConfigError
+
+_JITTER = 1e-2  # inputs of the gate are multiplied by numbers in 1 - _JITTER .. 1 + _JITTER
+
+
+def _output(module: nn.Module, args: object, output: Any) -> Any:
+    """Return an expert's output without the bias that some return beside it."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+class TopKGate(nn.Module):
+    """Chooses experts for tokens: see MoE, whose arguments are its attributes."""
+
+    k: int
+    min_capacity: int
+    capacity_factor: float
+    eval_capacity_factor: float
+    noisy_gate_policy: str | None
+    drop_tokens: bool
+    use_rts: bool
+    top2_2nd_expert_sampling: bool
+
+    def __init__(self, hidden_size: int, num_experts: int, **options: Any) -> None:
+        super().__init__()
+        self.wg = nn.Linear(hidden_size, num_experts, bias=False)
+        self.__dict__.update(options)
+
+    def forward(self, hidden: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return (tokens (R,), experts (R,), weights (R,) of the kept choices, l_aux, choices of each expert (E,)) of (S, H)."""
+        x = hidden.float()
+        if self.noisy_gate_policy == "Jitter" and self.training:
+            x = x * torch.empty_like(x).uniform_(1 - _JITTER, 1 + _JITTER)
+        logits = F.linear(x, self.wg.weight.float())
+        gates, experts = logits.softmax(dim=1), logits.shape[1]
+        index = self._choose(logits, gates)
+        chosen = F.one_hot(index, experts)  # (S, k, E)
+        if used is not None and self.k == 1:
+            chosen = chosen * used.reshape(-1, 1, 1).to(chosen.dtype)
+        routed = chosen[:, :1].sum(dim=1) if self.k <= 2 else chosen.sum(dim=1) / self.k
+        loss = (gates.mean(dim=0) * routed.float().mean(dim=0)).sum() * experts
+        kept = self._within_capacity(gates, chosen) if self.drop_tokens else chosen
+        weights = gates.gather(1, index) * kept.sum(dim=2)
+        if self.k > 1:
+            weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
+        tokens, choices = kept.sum(dim=2).nonzero(as_tuple=True)
+        return tokens, index[tokens, choices], weights[tokens, choices], loss, chosen.sum(dim=(0, 1)).detach()
+
+    def _choose(self, logits: Tensor, gates: Tensor) -> Tensor:
+        """Return each token's experts (S, k)."""
+        if self.k > 2:
+            return gates.topk(self.k, dim=1).indices
+        noise = torch.distributions.Gumbel(torch.zeros((), device=logits.device), torch.ones((), device=logits.device))
+        if self.k == 1:
+            noisy = self.noisy_gate_policy == "RSample" and self.training
+            return (logits + noise.sample(logits.shape) if noisy else gates).argmax(dim=1, keepdim=True)
+        first = gates.argmax(dim=1, keepdim=True)
+        sampled = logits.detach() + noise.sample(logits.shape) if self.top2_2nd_expert_sampling else logits.detach()
+        return torch.cat([first, sampled.scatter(1, first, -math.inf).argmax(dim=1, keepdim=True)], dim=1)
+
+    def _within_capacity(self, gates: Tensor, chosen: Tensor) -> Tensor:
+        """Return `chosen` without choices beyond each expert's capacity.
+
+        Kept are, with k=1, random tokens (use_rts) or the first of the batch; with k=2 first choices, then second ones, in the order
+        of the batch; with more the most probable.
+        """
+        count, _, experts = chosen.shape
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        most = max(math.ceil(count / experts * factor * self.k), self.min_capacity)
+        if self.k == 2 or (self.k == 1 and not self.use_rts):
+            places = chosen.transpose(0, 1).flatten(0, 1).cumsum(dim=0).view(self.k, count, experts).transpose(0, 1)
+            return chosen * (places <= most)
+        wanted = chosen.sum(dim=1)
+        rank = wanted * (torch.rand(wanted.shape, device=wanted.device) if self.k == 1 else gates)
+        best = rank.topk(min(most, count), dim=0).indices
+        return chosen * torch.zeros_like(wanted).scatter(0, best, 1).unsqueeze(1)
+
+
+class MOELayer(nn.Module):
+    """Gate and experts of a MoE."""
+
+    def __init__(self, gate: TopKGate, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts
+
+    def forward(self, hidden: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (output, l_aux, choices of each expert) of hidden (..., H)."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        tokens, experts, weights, loss, counts = self.gate(rows, used)
+        out = self.experts(rows[tokens], experts.unsqueeze(1), weights.unsqueeze(1))
+        return torch.zeros_like(rows).index_add(0, tokens, out).view_as(hidden), loss, counts
+
+
+class MoE(nn.Module):
+    """A layer of `num_experts` copies of a module. A call returns (output, l_aux, choices of each expert)."""
+
+    def __init__(
+        self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, k: int = 1, capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0, min_capacity: int = 4, use_residual: bool = False, noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True, use_rts: bool = True, use_tutel: bool = False, enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:  # fmt: skip
+        """Make the layer, with all experts; `deepspeed.initialize` leaves each rank its own.
+
+        Args:
+            ep_size: number of neighbouring ranks over which experts are divided.
+            k: experts of a token. One of k=1 is weighted by its probability, several by their probabilities, divided by the sum.
+            capacity_factor, eval_capacity_factor: an expert takes at most factor * k * tokens / num_experts choices of a rank's
+                tokens, in training and in evaluation, but at least min_capacity. drop_tokens=False: all.
+            use_rts: with k=1 what is dropped is chosen at random.
+            use_residual: add to each output that of a further copy, which all tokens pass, in learned shares.
+            noisy_gate_policy: in training: "Jitter" multiplies inputs of the gate by noise; "RSample" (k=1) adds noise to logits.
+            use_tutel: no effect. top2_2nd_expert_sampling: with k=2 the second expert is drawn by its probability.
+
+        Raises AssertionError for experts that ep_size does not divide, DeepSpeedConfigError for expert tensor parallelism.
+        """
+        super().__init__()
+        from ...parallel.experts import Experts
+
+        assert num_experts % ep_size == 0, f"{num_experts} experts should be divisible by expert parallel size ({ep_size})"
+        assert noisy_gate_policy in (None, "None", "Jitter", "RSample"), f"Unsupported noisy_gate_policy: {noisy_gate_policy}"
+        if enable_expert_tensor_parallelism:
+            raise DeepSpeedConfigError(
+                "enable_expert_tensor_parallelism is not supported: an expert is whole on its rank; leave it out."
+            )
+        self.ep_size, self.num_experts, self.num_local_experts = ep_size, num_experts, num_experts // ep_size
+        self.use_residual, self.expert_group_name = use_residual, f"ep_size_{ep_size}"
+        experts = Experts(copy.deepcopy(expert) for _ in range(num_experts))
+        for each in experts:
+            each.register_forward_hook(_output)
+            for param in each.parameters():
+                param.__dict__.update(allreduce=False, group_name=self.expert_group_name)
+        gate = TopKGate(
+            hidden_size, num_experts, k=k, capacity_factor=capacity_factor, eval_capacity_factor=eval_capacity_factor, use_rts=use_rts,
+            min_capacity=min_capacity, noisy_gate_policy=noisy_gate_policy, drop_tokens=drop_tokens,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
+        )  # fmt: skip
+        self.deepspeed_moe = MOELayer(gate, experts)
+        if use_residual:
+            self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
+
+    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (output, l_aux, choices of each expert). used_token: with k=1, 0 for tokens that no expert gets."""
+        output, loss, counts = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            shares = self.coefficient(hidden_states).softmax(dim=-1)
+            output = output * shares[..., :1] + _output(self.mlp, (), self.mlp(hidden_states)) * shares[..., 1:]
+        return output, loss, counts
+
+
+def ranks_of(model: nn.Module, ranks: int, cut: bool) -> int:
+    """Return the number of ranks over which the experts of a model are divided; 1: they are not.
+
+    cut: there are other axes than data parallelism over all ranks. Raises DeepSpeedConfigError if that, or the number, does not fit.
+    """
+    sizes = {module.ep_size for module in model.modules() if isinstance(module, MoE)} or {1}
+    if len(sizes) > 1 or ranks % max(sizes):
+        raise DeepSpeedConfigError(
+            f"MoE: ep_size = {sorted(sizes)}: expected one for all layers, a divisor of the {ranks} ranks."
+        )
+    if max(sizes) > 1 and cut:
+        raise DeepSpeedConfigError(
+            f"MoE: ep_size = {max(sizes)} beside an mpu, a PipelineModule or tensor_parallel: experts are divided over neighbours of all "
+            "ranks. Leave the others out, or take ep_size=1."
+        )
+    return max(sizes)
+
+
+def divide(model: nn.Module, line: DeviceMesh) -> None:
+    """Leave each rank along an axis its experts of all MoE layers, in place. Raises ConfigError if they can not be divided."""
+    from ...parallel.experts import divide_experts
+
+    names = [f"{name}.deepspeed_moe.experts".lstrip(".") for name, module in model.named_modules() if isinstance(module, MoE)]
+    divide_experts(model, line, experts=names)
+
+
+# -- deepspeed.moe.utils -----------------------------------------------------------------------------------------
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Return whether a model has a MoE, and the number of experts of the first."""
+    found = next((module for module in m.modules() if isinstance(module, MoE)), None)
+    return found is not None, 0 if found is None else found.num_experts
+
+
+def is_moe_param(param: Tensor) -> bool:
+    """Return whether a parameter is an expert's (`param.allreduce = False`)."""
+    return not getattr(param, "allreduce", True)
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float | None = 178956971
+) -> list[dict[str, Any]]:
+    """Return groups for an optimizer: each without its experts' parameters, then groups of these, with "moe": True.
+
+    max_group_size: no effect: shards are flat buffers. Raises ValueError if param_groups are no groups.
+    """
+    if not isinstance(param_groups, (dict, list, tuple)):
+        raise ValueError(f"param_groups: expected a dict, or a list or tuple of them, got {type(param_groups).__name__}")
+    shared, divided = [], list[dict[str, Any]]()
+    for group in [param_groups] if isinstance(param_groups, dict) else param_groups:
+        params = list(group["params"])
+        shared.append({**group, "params": [param for param in params if not is_moe_param(param)]})
+        for name in dict.fromkeys(param.group_name for param in params if is_moe_param(param)):
+            own = [param for param in params if is_moe_param(param) and param.group_name == name]
+            divided.append({**group, "name": name, "moe": True, "params": own})
+    return shared + divided
