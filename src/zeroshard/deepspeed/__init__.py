@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.utilities import OnDevice as OnDevice
 
     checkpointing, comm, zero = activation, communication, partition
-    __version__ = version = ""
+    __version__ = version = __git_branch__ = __git_hash__ = ""
     __version_major__ = __version_minor__ = __version_patch__ = 0
 
 open_door(sys.modules[__name__])
