@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
     from ..integrations.deepspeed.logs import log_dist as log_dist
     from ..integrations.deepspeed.logs import logger as logger
+    from ..integrations.deepspeed.pipe import PipelineModule as PipelineModule
+    from ..integrations.deepspeed.pipe_engine import PipelineEngine as PipelineEngine
     from ..integrations.deepspeed.sections import DeepSpeedConfigError as DeepSpeedConfigError
     from ..integrations.deepspeed.setup import add_config_arguments as add_config_arguments
     from ..integrations.deepspeed.setup import initialize as initialize
@@ -30,16 +32,14 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.stand_ins import DeepSpeedTransformerConfig as DeepSpeedTransformerConfig
     from ..integrations.deepspeed.stand_ins import DeepSpeedTransformerLayer as DeepSpeedTransformerLayer
     from ..integrations.deepspeed.stand_ins import InferenceEngine as InferenceEngine
-    from ..integrations.deepspeed.stand_ins import PipelineEngine as PipelineEngine
-    from ..integrations.deepspeed.stand_ins import PipelineModule as PipelineModule
     from ..integrations.deepspeed.stand_ins import init_inference as init_inference
     from ..integrations.deepspeed.stand_ins import replace_transformer_layer as replace_transformer_layer
     from ..integrations.deepspeed.stand_ins import set_autotp_mode as set_autotp_mode
-    from ..integrations.deepspeed.stand_ins import tp_model_init as tp_model_init
+    from ..integrations.deepspeed.tensor_parallel import tp_model_init as tp_model_init
     from ..integrations.deepspeed.utilities import OnDevice as OnDevice
 
     checkpointing, comm, zero = activation, communication, partition
-    __version__ = version = __git_branch__ = __git_hash__ = ""
+    __version__ = version = __git_hash__ = __git_branch__ = ""
     __version_major__ = __version_minor__ = __version_patch__ = 0
 
 open_door(sys.modules[__name__])
