@@ -8,7 +8,7 @@ byte. A fine-tuning begins with weights that 300 steps of fp32 states have train
 steps on the second half with a tenth of the learning rate, and new states.
 
 zs.shard offers neither one scale for a whole tensor nor coded states of embeddings. `Recoded`, torch's AdamW whose states pass
-through a codec after each step, stands for these variants; tests/benchmarks/test_state_formats.py compares its weights with those
+through a codec after each step, stands for these variants; tests/benchmarks/test_bench_states.py compares its weights with those
 of zs.shard, which are equal in all bits, in the formats that both have.
 """
 

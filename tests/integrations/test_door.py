@@ -29,8 +29,8 @@ def test_submodules_are_attributes():
 
 
 def test_a_missing_name_says_what_to_use():
-    with pytest.raises(AttributeError, match="zeroshard.deepspeed has no compression. Quantize"):
-        deepspeed.compression  # noqa: B018
+    with pytest.raises(AttributeError, match="zeroshard.deepspeed has no compression.init_compression. Quantize"):
+        deepspeed.compression.init_compression  # noqa: B018
     with pytest.raises(ImportError, match="zeroshard.deepspeed has no elasticity. Checkpoints"):
         from zeroshard.deepspeed import elasticity  # noqa: F401
     with pytest.raises(AttributeError, match="zeroshard.deepspeed has no runtime.engine.NoSuch"):
