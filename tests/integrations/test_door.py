@@ -38,7 +38,7 @@ def test_a_missing_name_says_what_to_use():
     assert not hasattr(deepspeed, "no_such_thing")
     with pytest.raises(ModuleNotFoundError, match="zeroshard.deepspeed has no no_such_module. See docs"):
         importlib.import_module("zeroshard.deepspeed.no_such_module")
-    with pytest.raises(ModuleNotFoundError, match="zeroshard.deepspeed has no compression. Quantize"):
+    with pytest.raises(ModuleNotFoundError, match="zeroshard.deepspeed has no compression.compress. Quantize"):
         import zeroshard.deepspeed.compression.compress  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match="zeroshard.deepspeed has no inference.v2. It trains"):
         from zeroshard.deepspeed.inference.v2 import Engine  # noqa: F401
