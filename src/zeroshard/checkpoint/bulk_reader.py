@@ -6,14 +6,13 @@
              -> or to a copy beside a tensor in use, which may change only after all blocks are verified
 
 So a damaged block is found before anything has changed. Since checksums are of whole blocks, whole blocks are read: if two ranks
-need parts of one block, both read it. Copies lie in free buffers of the model's saves, then in new memory. What of a tensor in use
-there is no memory for is verified, and read and verified again when the tensor may change.
+need parts of one block, both read it. Copies lie in free buffers of the model's saves, then in a little new memory. What of tensors
+in use has no copy is verified, and read and verified again when the tensors may change, in the order of the notes and ahead.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,16 +24,17 @@ from torch import Tensor
 
 from ..comm.pool import BufferPool
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
-from ..memory.io.aligned import ALIGN, bytes_of, empty
-from ..memory.io.async_file import Engine, Handle, open_file
+from ..memory.io.aligned import bytes_of, empty
+from ..memory.io.async_file import Engine, File, Handle, open_file
 from ..memory.io.tensor_reader import Stored, StoredCoded
 from .file_writer import BUFFER_NBYTES, DIGEST_NBYTES, compare_digests
 from .manifest import Manifest
 
 WINDOW_NBYTES, SLOTS = 4 * DIGEST_NBYTES, 8  # size of one read; number of reads at a time
 _APART = 64  # alignment of copies in a buffer
-_FREELY_NBYTES = 4 * BUFFER_NBYTES  # bytes of copies for which providing memory is not timed
-_SLACK_S = 0.005  # times below this are too short to compare
+# Bytes of new memory for copies, of the smallest tensors first, which share blocks. What is larger is sooner read twice than copied
+# into memory whose pages the system must provide (400 MB: 0.40 s and 0.51).
+_COPIED_NBYTES = 4 * BUFFER_NBYTES
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,24 @@ class _Wanted:
     end: int
     dtype: torch.dtype
     out: Tensor
+
+
+_Key = tuple[int, int, int]  # of a noted read for a tensor in use: id of the stored tensor, first element, number of elements
+
+
+def _wanted(at: Any, first: int, place: Tensor) -> _Wanted:
+    """Return the read of elements [first, first + n) of a tensor in a file into `place` (n,)."""
+    begin = at.offset + first * at.dtype.itemsize
+    return _Wanted(begin, begin + place.numel() * at.dtype.itemsize, at.dtype, place)
+
+
+def _by_file(parts: Iterable[tuple[Any, int, Tensor]]) -> dict[Path, deque[_Wanted]]:
+    """Return the reads of the parts of a tensor (tensor in a file, first element, place) by file, in the order of their bytes."""
+    found: dict[Path, list[_Wanted]] = {}
+    for at, first, place in parts:
+        if place.numel():
+            found.setdefault(at.path, []).append(_wanted(at, first, place))
+    return {path: deque(sorted(noted, key=lambda each: each.begin)) for path, noted in found.items()}
 
 
 class Bulk:
@@ -58,16 +76,24 @@ class Bulk:
         self._in_use: list[
             tuple[Stored, int, Tensor]
         ] = []  # noted reads for tensors in use: (tensor, first element, meta tensor)
-        self._copies: dict[tuple[int, int, int], list[Tensor]] = {}  # (id of the stored tensor, first element, number) -> values
+        self._copies: dict[_Key, list[Tensor]] = {}
+        self._files: dict[Path, File] = {}  # that are read a second time
+        self._under_way: deque[tuple[_Key, Path, int, Tensor, Handle]] = (
+            deque()
+        )  # second reads: (key, file, first byte, memory, read)
+        self._upcoming: Iterator[tuple[_Key, Path, int, int]] | None = None  # further ones: (key, file, [begin, end) of a window)
         self._coded: list[tuple[StoredCoded, Tensor, int, Tensor]] = []  # (tensor, its bytes once read, first element, values)
         self._engine = Engine()
         self._lent = [buffer for _ in range(SLOTS * WINDOW_NBYTES // BUFFER_NBYTES) if (buffer := pool.borrow()) is not None]
-        self._most = self._made_nbytes = 0  # bytes that may still be allocated for copies, and that have been
-        self._making_s = self._pace = 0.0  # seconds for providing these, and for reading a byte
+        self._most = 0  # bytes that may still be allocated for copies
 
     def close(self) -> None:
         """Wait for reads in progress, give the buffers back, and drop the copies."""
         self._engine.close()
+        for file in self._files.values():
+            file.close()
+        self._files, self._upcoming = {}, None
+        self._under_way.clear()
         for buffer in self._lent:
             self.pool.give(buffer)
         self._lent, self._in_use, self._copies = [], [], {}
@@ -84,8 +110,7 @@ class Bulk:
                 self._add(at.coded, begin, coded)
                 self._coded += [] if place.is_meta else [(at, coded, first, place)]
             elif place.numel():
-                begin, size = at.offset + first * at.dtype.itemsize, at.dtype.itemsize
-                self.wanted.setdefault(at.path, []).append(_Wanted(begin, begin + place.numel() * size, at.dtype, place))
+                self.wanted.setdefault(at.path, []).append(_wanted(at, first, place))
 
     @torch.no_grad()
     def read(self, most: int) -> None:
@@ -93,7 +118,7 @@ class Bulk:
 
         Raises CheckpointCorrupt, or CheckpointError if a file cannot be read; the contents of destinations are then undefined.
         """
-        self._most = most
+        self._most = max(min(most, _COPIED_NBYTES), 0)
         new = [self.pool.make(BUFFER_NBYTES) for _ in range(SLOTS * WINDOW_NBYTES // BUFFER_NBYTES - len(self._lent))]
         self._slots = itertools.cycle([slot for buffer in (*self._lent, *new) for slot in buffer.split(WINDOW_NBYTES)])
         try:
@@ -119,43 +144,17 @@ class Bulk:
         return left
 
     def _further(self) -> Tensor:
-        """Return a further buffer for copies, (n,) uint8: a free one of the pool, or a new one; (0,) if there is none.
-
-        Some systems provide pages more slowly than a disk reads (docs/log.md, 2026-11-22): then reading twice takes less time.
-        """
+        """Return a further buffer for copies, (n,) uint8: a free one of the pool, or a new one; (0,) if there is none."""
         if (buffer := self.pool.borrow()) is not None:
             self._lent.append(buffer)
             return buffer
-        nbytes, begin = max(min(self._most, BUFFER_NBYTES), 0), time.monotonic()
+        nbytes = min(self._most, BUFFER_NBYTES)
         self._most -= nbytes
         try:
-            buffer = empty(nbytes, torch.uint8)
+            return empty(nbytes, torch.uint8)
         except (MemoryError, RuntimeError, OSError):  # torch raises RuntimeError where memory is short
             self._most = 0
             return empty(0, torch.uint8)
-        if self._made_nbytes >= _FREELY_NBYTES and nbytes:
-            buffer[::ALIGN].zero_()  # pages are provided when they are first touched
-            self._making_s += time.monotonic() - begin
-            self._pace = self._pace or self._measured()
-            if self._making_s > _SLACK_S + self._pace * (self._made_nbytes + nbytes - _FREELY_NBYTES):
-                self._most = 0
-        self._made_nbytes += nbytes
-        return buffer
-
-    def _measured(self) -> float:
-        """Return the seconds for reading a byte. Raises OffloadIOError."""
-        path, entry = max(self.entries.items(), key=lambda item: item[1].nbytes)
-        file, begin = open_file(path, entry.nbytes), time.monotonic()
-        try:
-            windows = itertools.islice(
-                _windows([_Wanted(0, entry.nbytes, torch.uint8, empty(0, torch.uint8))], entry.nbytes), SLOTS
-            )
-            reads = [self._engine.read(file, at, next(self._slots)[: end - at]) for at, end in windows]
-            for read in reads:
-                read.wait()
-        finally:
-            file.close()
-        return (time.monotonic() - begin) / min(entry.nbytes, SLOTS * WINDOW_NBYTES)
 
     def _carry_out(self) -> None:
         """Read and verify what is noted. Raises OffloadIOError, CheckpointCorrupt."""
@@ -176,16 +175,58 @@ class Bulk:
         What was noted is verified again where it is read again, since the file may have changed. Raises OSError, OffloadIOError,
         CheckpointCorrupt.
         """
-        copies, done = self._copies.pop((id(stored), start, out.numel()), None), 0
-        if copies is None:
+        key, done = (id(stored), start, out.numel()), 0
+        if key not in self._copies:
             stored.read(start, out)
             return
-        for copy in copies:
+        for copy in self._copies[key]:
             out[done : done + copy.numel()].copy_(copy)
             done += copy.numel()
-        if done < out.numel():
+        if done < out.numel() and not self._take_again(key, stored, start + done, out[done:]):
             self._add(stored, start + done, out[done:])
             self._carry_out()
+        del self._copies[key]
+
+    def _take_again(self, key: _Key, stored: Stored, start: int, out: Tensor) -> bool:
+        """Fill `out` from windows that are read ahead, in the order of the notes; return whether this read is the next of them."""
+        if self._upcoming is None:
+            self._upcoming = self._second_reads()
+        self._read_ahead()
+        if not self._under_way or self._under_way[0][0] != key:  # asked for in another order, or encoded: begin anew after it
+            while self._under_way:
+                self._under_way.popleft()[-1].wait()
+            self._upcoming = None
+            return False
+        remaining, delivered = _by_file(stored.parts(start, out)), 0
+        while self._under_way and self._under_way[0][0] == key:
+            _, path, begin, memory, handle = self._under_way.popleft()
+            handle.wait()
+            compare_digests(path, self.entries[path].digests, begin, bytes_of(memory))
+            delivered += _deliver(begin, memory, remaining[path])
+            self._read_ahead()
+        assert delivered == out.nbytes, f"{stored}: {delivered} of {out.nbytes} bytes"
+        return True
+
+    def _second_reads(self) -> Iterator[tuple[_Key, Path, int, int]]:
+        """Yield the windows of tensors that are still to be taken and have no whole copy, in the order of the notes, but encoded ones."""
+        for stored, start, out in self._in_use:
+            key = id(stored), start, out.numel()
+            done = sum(copy.numel() for copy in self._copies.get(key, ()))
+            parts = list(stored.parts(start + done, out[done:])) if key in self._copies and done < out.numel() else []
+            if any(isinstance(at, StoredCoded) for at, _, _ in parts):
+                continue
+            for path, noted in _by_file(parts).items():
+                for begin, end in _windows(noted, self.entries[path].nbytes):
+                    yield key, path, begin, end
+
+    def _read_ahead(self) -> None:
+        """Begin second reads until all slots are in use."""
+        assert self._upcoming is not None
+        for key, path, begin, end in itertools.islice(self._upcoming, SLOTS - len(self._under_way)):
+            if path not in self._files:
+                self._files[path] = open_file(path, self.entries[path].nbytes)
+            memory = next(self._slots)[: end - begin]
+            self._under_way.append((key, path, begin, memory, self._engine.read(self._files[path], begin, memory)))
 
     def _verified(self, path: Path, windows: Iterator[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
         """Yield (first byte, memory) of each window of a file, in order, after its checksums have been compared.
