@@ -6,6 +6,7 @@
     zeroshard bench --sections tiers,hostadam,disk --path /mnt/nvme     offload to the host and to that disk
     zeroshard bench --sections checkpoints --path /mnt/nvme             saving and loading
     zeroshard bench --sections parallel          8 ranks: pipeline, data and tensor parallelism
+    zeroshard bench --sections sequences         sequences over the ranks, some 40 minutes (--lengths 1024,4096: two)
     zeroshard bench --sections host              the host's work without communication
 
 Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. The exit code is 1 if losses
@@ -31,9 +32,19 @@ from zeroshard.cli.sheets import drawn, say, show
 from zeroshard.errors import SwapError
 from zeroshard.memory.io.swap_folder import SwapFolder
 
-from . import cases, checkpoints, gpu, parallel, pictures, report, state_formats
+from . import cases, checkpoints, gpu, parallel, pictures, report, sequence_lengths, state_formats
 from .micro import Unmeasured, apart
-from .plan import CONTENDERS, MESH_CONTENDERS, PRECISIONS, TIER_CONTENDERS, ModelShape, Rounds, Workload, select
+from .plan import (
+    CONTENDERS,
+    MESH_CONTENDERS,
+    PRECISIONS,
+    SEQUENCE_CONTENDERS,
+    TIER_CONTENDERS,
+    ModelShape,
+    Rounds,
+    Workload,
+    select,
+)
 from .race import race, table
 from .report import NOT_ASKED, SECTIONS, Results
 from .tables import Measured
@@ -107,6 +118,7 @@ def _parser() -> Parser:
     for field in dataclasses.fields(ModelShape):
         add("--" + field.name.replace("_", "-"), type=int, default=field.default, help=f"{field.name} of the model")
     add("--seed", type=int, default=1234, help="seed of weights and batches")
+    add("--lengths", type=_counts, default=sequence_lengths.LENGTHS, metavar="LIST", help="tokens of the section sequences")
     add("--pin-cores", action="store_true", help="bind rank r to core r")
     add("--path", metavar="DIR", help="folder on a local disk, for offload and checkpoints (default: --out)")
     add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: seconds to search each largest model; 0: none")
@@ -116,6 +128,10 @@ def _parser() -> Parser:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in _names(text))
 
 
 @contextmanager
@@ -155,6 +171,9 @@ def _measure(section: str, given: argparse.Namespace, workload: Workload, rounds
         contenders, workload = select(given.only, given.precisions, among=MESH_CONTENDERS), parallel.WORKLOAD
         outcomes = race(contenders, workload, dataclasses.replace(rounds, rounds=rarer), out / "logs-parallel")
         return [table(section, "A mesh, pipeline x data x tensor", workload, outcomes)]
+    if section == "sequences":
+        contenders = select(given.only, given.precisions, among=SEQUENCE_CONTENDERS)
+        return sequence_lengths.run(contenders, workload.seed, dataclasses.replace(rounds, rounds=rarer), logs, given.lengths)
     if section == "host":
         return apart(cases.host, 20 if given.quick else 60, log_file=logs / "host.log")
     if section == "hostadam":

@@ -14,6 +14,7 @@ PRECISIONS = ("fp32", "bf16")
 LABELS = {
     "local": "no exchange", "ddp": "DDP", "ddp+zero": "DDP + ZeroRed.Opt.",
     "replicate": "replicate", "fsdp2": "FSDP2", "zs": "zeroshard", "ds": "DeepSpeed", "engine": "zeroshard.deepspeed",
+    "sp": "zeroshard sp", "long": "zeroshard long_context", "ulysses": "DeepSpeed Ulysses",
 }  # fmt: skip
 
 OFFLOAD_LABELS = {  # what is offloaded, and to where; zeroshard's options for each are in contenders.py
@@ -91,6 +92,9 @@ TIER_CONTENDERS = (
 # The race on a mesh of pipeline, data and tensor parallelism (parallel.py).
 MESH_CONTENDERS = (*(Contender("zs", stage) for stage in (1, 2, 3)), Contender("fsdp2"), Contender("replicate"))
 
+# The race over the length of sequences (sequences.py).
+SEQUENCE_CONTENDERS = (Contender("zs", 3), Contender("sp", 3), Contender("long", 3), Contender("ulysses", 3))
+
 QUICK = ("zs2", "zs3", "ddp", "fsdp2", "zs3-bf16", "fsdp2-bf16")
 
 
@@ -127,6 +131,7 @@ class Workload:
     meta: bool = False  # build on the meta device, with other weights for each contender: only to see whether the model fits
     mesh: tuple[int, ...] = ()  # numbers of ranks along pp, dp and tp, see parallel.py; (): all ranks are data-parallel
     micro_batches: int = 1  # with a pipeline: number of parts into which `sequences` of each rank are cut
+    long: bool = False  # the race over the length of sequences (sequences.py)
     checkpoint: bool = False  # activation checkpointing of each block
 
     def __post_init__(self) -> None:
@@ -171,7 +176,7 @@ def select(
     chosen = [c for c in among if c.precision in precisions]
     if not only:
         return [c for c in chosen if not quick or c.name in QUICK]
-    everybody = dict.fromkeys((*CONTENDERS, *TIER_CONTENDERS, *MESH_CONTENDERS))
+    everybody = dict.fromkeys((*CONTENDERS, *TIER_CONTENDERS, *MESH_CONTENDERS, *SEQUENCE_CONTENDERS))
     known = {alias for c in everybody for alias in _aliases(c)}
     for name in only:
         if name not in known:

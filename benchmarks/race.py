@@ -79,6 +79,7 @@ class Outcome:
     cpu_s: list[float] = field(default_factory=list)  # processor seconds a step by round, all ranks together
     losses: list[float] = field(default_factory=list)  # every step since the start, mean over ranks
     peak_rss: int | None = None  # largest rank, while stepping
+    rss_before: int | None = None  # largest rank, before these steps
     peak_pss: int | None = None  # largest rank, sampled
     peak_pss_sum: int | None = None  # all ranks at one moment, sampled
     cuda_peak: int | None = None
@@ -135,7 +136,7 @@ def missing_reason(contender: Contender, workload: Workload) -> str | None:
     """Return the reason why a contender cannot run on this machine; None if it can."""
     if contender.on_disk and workload.swap_path is None:
         return "no folder on a local disk; name one with --path"
-    if contender.kind == "ds" and importlib.util.find_spec("deepspeed") is None:
+    if contender.kind in ("ds", "ulysses") and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed (pip install -e '.[bench]')"
     return None
 
@@ -191,7 +192,7 @@ def _measure_at_the_end(outcome: Outcome, team: Team, rounds: Rounds, on_cuda: b
             samples.append(known)
 
     ranks = team.ask("memory", rounds.first_step(rounds.rounds), rounds.memory_steps, meanwhile=sample)
-    for name in ("peak_rss", "cuda_peak"):
+    for name in ("peak_rss", "rss_before", "cuda_peak"):
         setattr(outcome, name, max((v for rank in ranks if (v := getattr(rank, name)) is not None), default=None))
     outcome.peak_pss, outcome.peak_pss_sum = (max(map(of, samples), default=None) for of in (max, sum))
     outcome.at_rest = ranks[0].at_rest

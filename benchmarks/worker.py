@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskBursts, write_bulk
 
-from . import contenders, memory, parallel
+from . import contenders, memory, parallel, sequences
 from .contenders import Keeper
 from .micro import divert_output, one_line
 from .overlap import Overlap
@@ -57,6 +57,7 @@ class Memory:
     cuda_peak: int | None
     at_rest: dict[str, dict[str, int]] | None
     losses: tuple[float, ...]
+    rss_before: int | None = None  # resident when the steps began
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class _Rank:
         if workload.pin_cores:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        if contender.kind == "ds":
+        if contender.kind in ("ds", "ulysses"):
             os.environ["DS_ACCELERATOR"] = workload.device
         os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))  # as torchrun sets them
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(workload.ranks))
@@ -109,7 +110,7 @@ class _Rank:
             torch.cuda.set_device(rank)
         backend, method = "nccl" if self._on_cuda else "gloo", f"file://{meeting_file}"
         dist.init_process_group(backend, init_method=method, rank=rank, world_size=workload.ranks)
-        build = parallel.build if workload.mesh else contenders.BUILDERS[contender.kind]
+        build = sequences.build if workload.long else parallel.build if workload.mesh else contenders.BUILDERS[contender.kind]
         self.trainer = build(contender, workload)
         self._probe: DiskBursts | None = None
         pipe.send((time.monotonic() - begun, self.trainer.settings, parameter_count(workload)))
@@ -135,11 +136,12 @@ class _Rank:
 
     def memory(self, first_step: int, steps: int) -> Memory:
         memory.reset_peak_rss()
+        before = memory.peak_rss_nbytes()
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats()
         losses = tuple(float(self.trainer.step(*b)) for b in self._batches(first_step, steps))
         cuda_peak = torch.cuda.max_memory_allocated() if self._on_cuda else None
-        return Memory(memory.peak_rss_nbytes(), cuda_peak, self.trainer.at_rest(), losses)
+        return Memory(memory.peak_rss_nbytes(), cuda_peak, self.trainer.at_rest(), losses, before)
 
     def overlap(self, first_step: int, steps: int) -> Overlap:
         batches = self._batches(first_step, steps)

@@ -42,7 +42,7 @@ class Team:
         self._pipes, self._processes = [], []
         meeting_file = os.path.join(self._meeting_dir.name, "store")
         method = "spawn"
-        if workload.mesh and "forkserver" in multiprocessing.get_all_start_methods():
+        if (workload.mesh or workload.long) and "forkserver" in multiprocessing.get_all_start_methods():
             method = "forkserver"  # it has done all imports: with many ranks on a core, they would take minutes
             multiprocessing.set_forkserver_preload(list(PRELOADED))
         context: Any = multiprocessing.get_context(method)

@@ -1,0 +1,67 @@
+"""The section "sequences": races over lengths of sequences (sequences.py) on 4 and 8 ranks, and a table for each number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from statistics import median
+
+from .plan import Contender, ModelShape, Rounds, Workload
+from .race import Outcome, race, table
+from .statistics import median_ratio
+from .tables import MIB, Measured, Row
+
+RANKS, LENGTHS = (4, 8), (1024, 4096, 16384, 65536)
+SHAPE = ModelShape(vocab_size=1024, dim=128, layers=2, heads=8)
+LONG = (
+    32768  # tokens from which on a step takes minutes on a CPU: such lengths are raced on the first number of ranks, in one round
+)
+
+
+def run(contenders: list[Contender], seed: int, rounds: Rounds, log_dir: Path, lengths: tuple[int, ...]) -> list[Measured]:
+    """Race all lengths on each number of ranks; return a table for each number of ranks."""
+    found = []
+    for ranks in RANKS:
+        tables: list[tuple[int, list[Outcome], Measured]] = []
+        for length in lengths:
+            if length >= LONG and ranks != RANKS[0]:
+                continue
+            long = Rounds(warmup=0, rounds=1, steps=1, memory_steps=1)
+            usual = dataclasses.replace(rounds, warmup=1, steps=1, memory_steps=1)
+            shape = dataclasses.replace(SHAPE, seq_len=length)
+            workload = Workload(shape, sequences=ranks, ranks=ranks, seed=seed, long=True)
+            outcomes = race(contenders, workload, long if length >= LONG else usual, log_dir / f"{ranks}-{length}")
+            tables.append((length, outcomes, table("sequences", "", workload, outcomes)))
+        found.append(_joined(ranks, tables))
+    return found
+
+
+def _joined(ranks: int, tables: list[tuple[int, list[Outcome], Measured]]) -> Measured:
+    """Return one table of all lengths: tokens a second, memory that a step adds, and times over those of zs3 and of DeepSpeed."""
+    rows, notes, skipped = [], [], dict[str, str]()
+    for length, outcomes, measured in tables:
+        ran = {o.contender.kind: o for o in outcomes if o.ran and o.rounds_step_s}
+        for outcome in ran.values():
+            facts = {"tokens/s": ranks * length / median(outcome.round_s)}
+            facts |= {
+                f"/ {name}": median_ratio(outcome.round_s, ran[kind].round_s)
+                for name, kind in (("zs3", "zs"), ("ulysses3", "ulysses"))
+                if kind in ran
+            }
+            if outcome.peak_rss is not None and outcome.rss_before is not None:
+                facts |= {
+                    "added MiB": (outcome.peak_rss - outcome.rss_before) / MIB,
+                    "KiB/token": (outcome.peak_rss - outcome.rss_before) / 1024 / length,
+                }
+            rows.append(
+                Row(f"{length:6d} tokens  {outcome.contender.label}", outcome.round_s, facts=facts | {"loss": outcome.losses[-1]})
+            )
+        notes += [(f"{length} tokens: {text}", kind) for text, kind in measured.notes if text.startswith("losses")]
+        skipped |= {f"{length} tokens {name}": why for name, why in measured.skipped.items()}
+    title = (
+        f"Sequences of a Llama (dim {SHAPE.dim}, {SHAPE.layers} layers) on {ranks} ranks, {ranks} sequences a step, checkpoints"
+    )
+    joined = Measured(title, rows, notes=notes, skipped=skipped)
+    joined.broken = any(each.broken for *_, each in tables)
+    joined.details = {str(length): each.details for length, _, each in tables}
+    return joined
