@@ -53,8 +53,6 @@ class SequenceParallel:
         self.line, self.comm = line, line.comm
         self.rank, self.size = line.comm.rank, line.comm.world_size
         self.calls = 0
-        # opaque to torch.compile; a decorator of these methods would import the compiler with this module
-        self.to_heads, self.to_tokens = map(torch.compiler.disable, (self._to_heads, self._to_tokens))
 
     # -- all-to-all ------------------------------------------------------------------------------------------
 
@@ -81,7 +79,8 @@ class SequenceParallel:
 
     # -- attention -------------------------------------------------------------------------------------------
 
-    def _to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    @torch.compiler.disable
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return query (B, H / n, S, D), key and value (B, K' / n, S, D) for this rank's tokens (B, H, S / n, D), (B, K, S / n, D).
 
         n: number of ranks along sp. K' is the least common multiple of K and n: key and value heads are repeated as often as that
@@ -106,7 +105,8 @@ class SequenceParallel:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
         return list(_Swap.apply(self, 1, 2, f"{SP} all-to-all to heads", query, key, value))
 
-    def _to_tokens(self, out: Tensor, heads: int, tokens: int) -> Tensor:
+    @torch.compiler.disable
+    def to_tokens(self, out: Tensor, heads: int, tokens: int) -> Tensor:
         """Return this rank's tokens of all heads, for its heads of all tokens. heads, tokens: these dimensions of `out`."""
         return _Swap.apply(self, tokens, heads, f"{SP} all-to-all to tokens", out)[0]
 

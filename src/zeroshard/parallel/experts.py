@@ -91,10 +91,7 @@ class DividedExperts(AlongAxis):
     capacity_factor: float | None
     load: Load
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.forward = torch.compiler.disable(DividedExperts.forward)  # type: ignore[method-assign]  # messages, whose lengths are read
-
+    @torch.compiler.disable  # messages between ranks, whose lengths are read
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Return (T, H) for hidden (T, H), index (T, K), weights (T, K), however the class names these arguments."""
         bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
