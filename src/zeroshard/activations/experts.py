@@ -14,7 +14,6 @@ gradient.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -24,21 +23,19 @@ from torch import Tensor, nn
 from ..tensor.distributed import is_distributed
 from ..tensor.tiled_parameter import Part, Tile, Tiled
 from ..utils import torch_compat
+from ..utils.joined_class import Joined, new_joined
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")  # set by the decorator
 
 
-class ExpertsTile(Tile):
-    """Tile with some of the experts. A class derived from this and the experts' class (`_tile_class`) has their forward."""
+class ExpertsTile(Joined, Tile):
+    """Tile with some of the experts. The class of each tile is joined with the experts' class, whose forward it runs."""
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return (S, H) for hidden (S, H), index (S, 1) relative to the tile's first expert, weights (S, 1)."""
         if not len(hidden):
             return Idle.apply(hidden, *torch_compat.own_parameters(self).values())
         return super().forward(hidden, index, weights)
-
-    def __reduce_ex__(self, protocol: object) -> tuple:
-        return _blank, (self.stands_for,), self.__dict__
 
 
 class TiledExperts(Tiled):
@@ -84,16 +81,6 @@ class Idle(torch.autograd.Function):
         return grad, *zeros
 
 
-@functools.cache
-def _tile_class(cls: type[nn.Module]) -> type[ExpertsTile]:
-    return type(f"{cls.__name__}Tile", (ExpertsTile, cls), {"stands_for": cls, "__module__": __name__})
-
-
-def _blank(cls: type[nn.Module]) -> ExpertsTile:
-    tile_class: type[ExpertsTile] = _tile_class(cls)  # type: ignore[arg-type]  # a class can be hashed
-    return object.__new__(tile_class)
-
-
 def are_experts(module: nn.Module) -> bool:
     """Return whether a module has the attributes that Transformers' `use_experts_implementation` sets on experts."""
     return all(name in module.__dict__ for name in _INTERFACE)
@@ -117,7 +104,7 @@ def make_tiles(module: nn.Module, weights: dict[str, list[nn.Parameter]], parts:
     """Return the tiles of a module of experts. weights, parts: attribute -> one for each tile."""
     tiles = []
     for number, part in enumerate(next(iter(parts.values()))):
-        tile = _blank(type(module))
+        tile = new_joined(ExpertsTile, type(module))
         nn.Module.__init__(tile)
         tile.__dict__.update({key: value for key, value in module.__dict__.items() if key not in tile.__dict__})
         for name, child in torch_compat.own_modules(module).items():  # activations: no parameters

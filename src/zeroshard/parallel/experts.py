@@ -18,7 +18,6 @@ Sources: GShard, arXiv 2006.16668, section 3; Switch Transformers, arXiv 2101.03
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import struct
@@ -37,6 +36,7 @@ from ..errors import ConfigError, did_you_mean
 from ..tensor.distributed import Owned, is_distributed
 from ..tensor.tiled_parameter import Tile, Tiled
 from ..utils import torch_compat
+from ..utils.joined_class import Joined, joined_class
 from ..zero.along_axis import AlongAxis, Line
 from .router_loss import over_all_ranks
 
@@ -78,14 +78,13 @@ def _travel(rows: Tensor, line: Line, sent: Sequence[int], received: Sequence[in
     return found
 
 
-class DividedExperts(AlongAxis):
+class DividedExperts(Joined, AlongAxis):
     """A module of experts of which each rank along an axis holds some. A class derived from this and the experts' class is made
     for each (`_divided_class`); inputs and outputs are as before.
 
     num_experts: of this rank; everywhere: of all ranks. capacity_factor: see `divide_experts`.
     """
 
-    stands_for: type[nn.Module]
     num_experts: int
     everywhere: int
     capacity_factor: float | None
@@ -152,9 +151,6 @@ class DividedExperts(AlongAxis):
     def extra_repr(self) -> str:
         return f"{self.stands_for.__name__}, {self.num_experts} of {self.everywhere} experts"
 
-    def __reduce_ex__(self, protocol: object) -> tuple:
-        return _blank, (self.stands_for,), self.__dict__
-
 
 class Experts(nn.ModuleList):
     """A list of experts with the interface of experts, for `divide_experts`; each is a module (S, H) -> (S, H).
@@ -177,16 +173,6 @@ class Experts(nn.ModuleList):
         rows = torch.cat([self[self.first + number](part) for number, part in enumerate(parts)])
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return (rows[back].unflatten(0, index.shape) * weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
-
-
-@functools.cache
-def _divided_class(cls: type[nn.Module]) -> type[DividedExperts]:
-    return type(f"Divided{cls.__name__}", (DividedExperts, cls), {"stands_for": cls, "__module__": __name__})
-
-
-def _blank(cls: type[nn.Module]) -> DividedExperts:
-    divided_class: type[DividedExperts] = _divided_class(cls)  # type: ignore[arg-type]  # a class can be hashed
-    return object.__new__(divided_class)
 
 
 def experts_of(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, nn.Module]:
@@ -300,7 +286,7 @@ def _divide(module: nn.Module, mesh: DeviceMesh, capacity_factor: float | None) 
         module.first = rank * own
         for number, expert in enumerate(module):
             _give_to(expert, mesh, number // own)
-    module.__class__ = _divided_class(type(module))  # type: ignore[arg-type]
+    module.__class__ = joined_class(DividedExperts, type(module))  # type: ignore[arg-type]  # a class can be hashed
     divided = cast(DividedExperts, module)
     divided.axis = (mesh.mesh_dim_names or ("",))[0]
     divided.num_experts, divided.everywhere, divided.capacity_factor = own, everywhere, capacity_factor
