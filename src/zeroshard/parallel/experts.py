@@ -90,7 +90,7 @@ class DividedExperts(Joined, AlongAxis):
     capacity_factor: float | None
     load: Load
 
-    @torch.compiler.disable  # messages between ranks, whose lengths are read
+    @torch_compat.disable_dynamo  # it sends messages between ranks and reads their lengths, which torch.compile cannot trace
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Return (T, H) for hidden (T, H), index (T, K), weights (T, K), however the class names these arguments."""
         bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
