@@ -5,11 +5,10 @@
     choices (token, expert, weight), sorted by expert      | tile 0      | tile 1   | tile 2         |
     each tile computes its choices as tokens with one expert each; a token's output is the sum of its rows
 
-Supported are the classes with Transformers' common interface of experts (`use_experts_implementation`, with any
-implementation): forward(hidden (T, H), index (T, K), weights (T, K)) is the sum over k of weight * expert(hidden).
-The class of a tile derives from the class of the experts, and so has its implementation, activations and `_init_weights`. All
-tiles run in every forward, so that all ranks gather the same units; as without tiles, an expert without tokens gets zeros as
-gradient.
+Classes with Transformers' common interface of experts (`use_experts_implementation`, with any implementation) are supported:
+forward(hidden (T, H), index (T, K), weights (T, K)) is the sum over k of weight * expert(hidden). The class of a tile derives from
+the class of the experts (utils/joined_class.py), and so has its implementation, activations and `_init_weights`. All tiles run in
+every forward, so that all ranks gather the same units; as without tiles, an expert without tokens gets zeros as gradient.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ class TiledExperts(Tiled):
         return torch.cat(rows)[back].unflatten(0, index.shape).sum(dim=-2)
 
     def extra_repr(self) -> str:
-        return f"{self.stands_for.__name__}, {self.num_experts} experts, in tiles of them"
+        return f"{self.stands_for.__name__}, {self.num_experts} experts, cut into tiles"
 
 
 class Idle(torch.autograd.Function):
-    """Identity for a tile, or a rank, without tokens, which gives its parameters gradients of zeros."""
+    """Identity function in place of experts that have no tokens, in a tile or on a rank: their parameters get gradients of zeros."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *params: Tensor) -> Tensor:

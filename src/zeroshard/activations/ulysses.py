@@ -27,6 +27,7 @@ from ..utils import torch_compat
 from ..utils.axes import SP
 from ..zero.along_axis import Line
 
+# the modules of all models that are sharded over an axis sp; `sequence_of` and `active_in` look them up
 of_module: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
 _local = threading.local()  # .inside: attention over whole sequences runs
 
