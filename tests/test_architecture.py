@@ -6,6 +6,8 @@ from its siblings). A new module needs a place here; a forbidden import needs a 
 
 import ast
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
 import private_names
@@ -118,6 +120,13 @@ def test_what_takes_seconds_to_import_is_imported_where_it_is_used():
             names = [f"{node.module}.{name}" for name in given] if isinstance(node, ast.ImportFrom) else given
             found += [f"{module} imports {name} when it is imported itself" for name in names if name.startswith(SLOW_TO_IMPORT)]
     assert not found, "\n".join(found)
+
+
+def test_importing_the_package_imports_no_compiler():
+    """Nor what torch's own modules bring in when one of their functions is called, as the decorator torch.compiler.disable does."""
+    code = "import sys, zeroshard; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "zeroshard.api" in found and not {"torch._dynamo", *SLOW_TO_IMPORT} & set(found)
 
 
 def test_imports_go_one_way():

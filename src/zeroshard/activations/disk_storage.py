@@ -179,7 +179,7 @@ class DiskPlace(Place):
 
 
 class ImaginedDiskPlace(Place):
-    """Place of a dry run in the place of a disk: it takes host buffers and counts transfers, but writes nothing."""
+    """DiskPlace of a dry run: it takes host buffers and counts transfers, but writes nothing."""
 
     def __init__(self, device: torch.device, streams: Watcher, ledger: Ledger, prefetch: int) -> None:
         super().__init__(Tier.DISK, device, streams, ledger, pin=False)

@@ -5,16 +5,14 @@
     choices (token, expert, weight), sorted by expert      | tile 0      | tile 1   | tile 2         |
     each tile computes its choices as tokens with one expert each; a token's output is the sum of its rows
 
-Supported are the classes with Transformers' common interface of experts (`use_experts_implementation`, with any
-implementation): forward(hidden (T, H), index (T, K), weights (T, K)) is the sum over k of weight * expert(hidden).
-The class of a tile derives from the class of the experts, and so has its implementation, activations and `_init_weights`. All
-tiles run in every forward, so that all ranks gather the same units; as without tiles, an expert without tokens gets zeros as
-gradient.
+Classes with Transformers' common interface of experts (`use_experts_implementation`, with any implementation) are supported:
+forward(hidden (T, H), index (T, K), weights (T, K)) is the sum over k of weight * expert(hidden). The class of a tile derives from
+the class of the experts (utils/joined_class.py), and so has its implementation, activations and `_init_weights`. All tiles run in
+every forward, so that all ranks gather the same units; as without tiles, an expert without tokens gets zeros as gradient.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -24,21 +22,19 @@ from torch import Tensor, nn
 from ..tensor.distributed import is_distributed
 from ..tensor.tiled_parameter import Part, Tile, Tiled
 from ..utils import torch_compat
+from ..utils.joined_class import Joined, new_joined
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")  # set by the decorator
 
 
-class ExpertsTile(Tile):
-    """Tile with some of the experts. A class derived from this and the experts' class (`_tile_class`) has their forward."""
+class ExpertsTile(Joined, Tile):
+    """Tile with some of the experts. The class of each tile is joined with the experts' class, whose forward it runs."""
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return (S, H) for hidden (S, H), index (S, 1) relative to the tile's first expert, weights (S, 1)."""
         if not len(hidden):
             return Idle.apply(hidden, *torch_compat.own_parameters(self).values())
         return super().forward(hidden, index, weights)
-
-    def __reduce_ex__(self, protocol: object) -> tuple:
-        return _blank, (self.stands_for,), self.__dict__
 
 
 class TiledExperts(Tiled):
@@ -65,11 +61,11 @@ class TiledExperts(Tiled):
         return torch.cat(rows)[back].unflatten(0, index.shape).sum(dim=-2)
 
     def extra_repr(self) -> str:
-        return f"{self.stands_for.__name__}, {self.num_experts} experts, in tiles of them"
+        return f"{self.stands_for.__name__}, {self.num_experts} experts, cut into tiles"
 
 
 class Idle(torch.autograd.Function):
-    """Identity for a tile, or a rank, without tokens, which gives its parameters gradients of zeros."""
+    """Identity function in place of experts that have no tokens, in a tile or on a rank: their parameters get gradients of zeros."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *params: Tensor) -> Tensor:
@@ -82,16 +78,6 @@ class Idle(torch.autograd.Function):
         for (shape, dtype, device), wanted in zip(ctx.described, ctx.needs_input_grad[1:], strict=True):
             zeros.append(torch.zeros(shape, dtype=dtype, device=device) if wanted else None)
         return grad, *zeros
-
-
-@functools.cache
-def _tile_class(cls: type[nn.Module]) -> type[ExpertsTile]:
-    return type(f"{cls.__name__}Tile", (ExpertsTile, cls), {"stands_for": cls, "__module__": __name__})
-
-
-def _blank(cls: type[nn.Module]) -> ExpertsTile:
-    tile_class: type[ExpertsTile] = _tile_class(cls)  # type: ignore[arg-type]  # a class can be hashed
-    return object.__new__(tile_class)
 
 
 def are_experts(module: nn.Module) -> bool:
@@ -117,7 +103,7 @@ def make_tiles(module: nn.Module, weights: dict[str, list[nn.Parameter]], parts:
     """Return the tiles of a module of experts. weights, parts: attribute -> one for each tile."""
     tiles = []
     for number, part in enumerate(next(iter(parts.values()))):
-        tile = _blank(type(module))
+        tile = new_joined(ExpertsTile, type(module))
         nn.Module.__init__(tile)
         tile.__dict__.update({key: value for key, value in module.__dict__.items() if key not in tile.__dict__})
         for name, child in torch_compat.own_modules(module).items():  # activations: no parameters

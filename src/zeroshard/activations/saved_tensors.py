@@ -4,7 +4,7 @@
     unpack  Packed -> tensor      slices are brought back and all-gathered             (backward; perhaps more than once)
 
 Autograd holds the `Packed`, and frees it after its backward, with a dropped loss, or after a forward that raised. A finalizer
-then only notes the slot, since finalizers may run in any thread; the store's next call releases it.
+then only records the slot, since finalizers may run in any thread; the store's next call releases the slot.
 
 Copies of a model share its store and may run in several threads; one thread is inside the store at a time.
 
@@ -160,7 +160,7 @@ class Store:
         known = self._known[key]() if key in self._known else None
         if known is not None and not known.storage.expired():  # the same tensor, kept by an earlier checkpoint of this forward
             return known
-        with torch.no_grad(), self._told():
+        with torch.no_grad(), self._aborting():
             kept = self.place.put(*self.slices.cut(flat))
         self._number += 1
         dense = torch_compat.storage_id(flat.untyped_storage()) == torch_compat.storage_id(tensor.untyped_storage())
@@ -217,7 +217,7 @@ class Store:
         if self.closed:
             raise ZeroshardError("call backward() before zs.checkpoint_activations(model, off=True), which drops what it needs.")
         self._reap()
-        with torch.no_grad(), self._told():
+        with torch.no_grad(), self._aborting():
             self.slices.agree(packed.forward)
             wanted = [packed.kept]  # and the `prefetch` slices packed before it, which backward needs next
             for number in reversed(self._live):
@@ -247,7 +247,7 @@ class Store:
             self.whole_nbytes -= nbytes
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _aborting(self) -> Iterator[None]:
         """Context in which a disk failure aborts the Comms of all ranks that may wait for this one, before it is raised."""
         try:
             yield

@@ -1,7 +1,7 @@
 """Puts the exchanges of sequence parallelism (ulysses.py) around the attention of a sharded model.
 
-Of Transformers' models it is the attention of their registry (transformers_attention.py). Of any other module it is
-torch.nn.functional.scaled_dot_product_attention: a TorchFunctionMode is active while such a module runs, also where a checkpoint
+In models of Transformers the functions of its attention registry exchange heads (transformers_attention.py). In any other module
+torch.nn.functional.scaled_dot_product_attention does: a TorchFunctionMode is active while the module runs, also when a checkpoint
 runs it again in backward.
 """
 

@@ -3,8 +3,8 @@
     MLP     (tokens, width) -> (tokens, 4 width) -> (tokens, width)     each tile is a checkpoint: computed again in backward
     loss    (tokens, width) -> (tokens, vocabulary) -> one number       likewise; logits of all tokens never exist
 
-Both compute each token by itself, so that outputs are those of the whole up to the choice of kernel; gradients of weights are sums
-over tiles, rounded once more for each. The methods are replaced in the instances' __dict__, so names and state dicts stay.
+Both compute each token by itself. So outputs equal those without tiles, up to the choice of kernel; gradients of weights are sums
+over tiles, with one rounding more for each tile. The methods are replaced in the instances' __dict__, so names and state dicts stay.
 Source: Arctic Long Sequence Training, arXiv 2506.13996, section 3.1 (TiledMLP, tiled logits and loss).
 """
 
@@ -70,16 +70,16 @@ def _mlp_forward(module: nn.Module, tokens: int, *args: Any, **kwargs: Any) -> A
     forward = functools.partial(type(module).forward, module)
     if kwargs or len(args) != 1 or args[0].ndim < 2 or args[0].shape[-2] <= tokens:
         return forward(*args, **kwargs)
-    return torch.cat([_again(forward, part.contiguous()) for part in args[0].split(tokens, dim=-2)], dim=-2)
+    return torch.cat([_checkpointed(forward, part.contiguous()) for part in args[0].split(tokens, dim=-2)], dim=-2)
 
 
-def _again(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Return function(*args), which backward computes again."""
+def _checkpointed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return function(*args), whose activations are not kept: backward computes them again."""
     return checkpoint(function, *args, use_reentrant=False) if torch.is_grad_enabled() else function(*args)
 
 
 def _causal_forward(model: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a causal language model; where it has labels, without the logits of all tokens."""
+    """Run the forward of a causal language model. With labels it computes the loss by `_loss`, and logits of the last token only."""
     forward = type(model).forward
     given = {**dict(zip(list(inspect.signature(forward).parameters)[1:], args, strict=False)), **kwargs}
     if given.get("labels") is None or given.get("logits_to_keep"):
@@ -101,7 +101,10 @@ def _loss(
     head: nn.Module, tokens: int, kept: list[Tensor], logits: Tensor, labels: Tensor, vocab_size: int,
     num_items_in_batch: Tensor | None = None, ignore_index: int = _IGNORED, shift_labels: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Return ForCausalLMLoss of hidden states (batch, tokens, width), in `kept`. logits: of the last token, as the model has them."""
+    """Return the loss that Transformers' ForCausalLMLoss computes, from the hidden states (batch, tokens, width) in `kept`.
+
+    logits: those of the last token, by which models are found that change the output of their head.
+    """
     hidden = kept.pop()
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
@@ -113,7 +116,7 @@ def _loss(
             )
     part = functools.partial(_part, head, ignore_index)
     pairs = zip(hidden.split(tokens, dim=1), shift_labels.split(tokens, dim=1), strict=True)
-    total = torch.stack([_again(part, *pair) for pair in pairs]).sum()
+    total = torch.stack([_checkpointed(part, *pair) for pair in pairs]).sum()
     return total / ((shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
 

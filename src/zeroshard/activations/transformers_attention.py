@@ -1,11 +1,12 @@
-"""The attention and the masks of Transformers' models over an axis sp, by its registries of attention and mask functions.
+"""Attention and masks of Transformers' models over an axis sp: wrappers of the functions in its registries of attention and masks.
 
     forward of a model        its positions and padding mask are exchanged, so that each rank knows those of whole sequences
     a mask function           makes the mask of whole sequences: causal, padding, packed sequences, sliding windows
     an attention function     tokens are exchanged for heads, the configured function runs, heads are exchanged for tokens
 
 The functions of each name ("sdpa", "flash_attention_2", ...) are wrapped once for the process. For modules of models without an
-axis sp the wrapper calls the function itself. "eager" is no entry of the registry; a model configured so gets a name of ours.
+axis sp the wrapper calls the function itself. The registry has no eager attention: a model that is configured for it gets the entry
+"zeroshard_eager", until the model is closed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from ..utils.axes import SP
 from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
-_LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
+# types of layers that compute each token by itself, but for attention
+_LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
-_local = threading.local()  # .stack: the _Forward of each running forward of a model, by which masks are made; None: torch's own
+# .stack: for each running forward of a model, the outermost first, the _Forward for which masks are made; None: masks as without sp
+_local = threading.local()
 
 
 @dataclass(frozen=True)
@@ -177,13 +180,11 @@ def _attend(
 
 
 class _OfRank:
-    """A module of attention as its rank computes it: `groups` query heads for each key and value head, its heads' sinks."""
+    """An attention module as this rank computes it: with the sinks of its heads, and `groups` query heads for each key and value head."""
 
     def __init__(self, module: nn.Module, groups: int, own: slice) -> None:
-        self._module, self.num_key_value_groups = (
-            module,
-            groups,
-        )  # where key and value heads were repeated, less than the module's
+        self._module = module
+        self.num_key_value_groups = groups  # less than the module's, if key and value heads were repeated for the exchange
         if getattr(module, "sinks", None) is not None:
             self.sinks = module.sinks[own]  # type: ignore[index]
 

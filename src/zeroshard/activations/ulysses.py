@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
+from ..utils import torch_compat
 from ..utils.axes import SP
 from ..zero.along_axis import Line
 
+# the modules of all models that are sharded over an axis sp; `sequence_of` and `active_in` look them up
 of_module: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
 _local = threading.local()  # .inside: attention over whole sequences runs
 
@@ -79,7 +81,7 @@ class SequenceParallel:
 
     # -- attention -------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @torch_compat.disable_dynamo
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return query (B, H / n, S, D), key and value (B, K' / n, S, D) for this rank's tokens (B, H, S / n, D), (B, K, S / n, D).
 
@@ -105,7 +107,7 @@ class SequenceParallel:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
         return list(_Swap.apply(self, 1, 2, f"{SP} all-to-all to heads", query, key, value))
 
-    @torch.compiler.disable
+    @torch_compat.disable_dynamo
     def to_tokens(self, out: Tensor, heads: int, tokens: int) -> Tensor:
         """Return this rank's tokens of all heads, for its heads of all tokens. heads, tokens: these dimensions of `out`."""
         return _Swap.apply(self, tokens, heads, f"{SP} all-to-all to tokens", out)[0]

@@ -1,4 +1,4 @@
-"""Batches of an axis sp: each rank gets its tokens of the same sequences.
+"""Batches for an axis sp: of sequences that all ranks along sp have read, each rank keeps its part of the tokens.
 
 input_ids         t0 t1 t2 t3 | t4 t5 t6  0        7 tokens over 2 ranks: one token is added and counts nowhere
 position_ids       0  1  2  3 |  4  5  6  7
@@ -47,13 +47,13 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
         pad_token_id: the token that is added where sp does not divide the tokens. Labels of added tokens are -100, and where a
             mask is given, it is 0. Without shift_labels a mask is made.
 
-    The result has `position_ids`, made if missing: (batch, tokens / sp). A batch without an axis sp gets them, and shifted labels,
-    too.
+    The result has `position_ids`, made if missing: (batch, tokens / sp). Without an axis sp the batch is not cut, but gets
+    `position_ids` and shifted labels all the same.
 
-    Raises ConfigError where ranks have different batches, or a mask is not of shape (batch, tokens),
-    and ZeroshardError for a model that is not sharded.
+    Raises ConfigError where ranks have different batches, or a mask is not of shape (batch, tokens), and ZeroshardError for a
+    model that is not sharded.
     """
-    rank, size, comm = _place(where)
+    rank, size, comm = _rank_along_sp(where)
     entries: dict[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     if comm is not None:
         _check_same(entries, comm)
@@ -92,8 +92,8 @@ def cut(entries: dict[str, Any], rank: int, size: int, *, shift_labels: bool, pa
     return {name: own(name, value) for name, value in entries.items()}
 
 
-def _place(where: Where) -> tuple[int, int, DirectComm | None]:
-    """Return (rank, size, Comm) along sp; without a Comm where only the mesh is known."""
+def _rank_along_sp(where: Where) -> tuple[int, int, DirectComm | None]:
+    """Return this rank's index along sp, the number of ranks along it, and their Comm (None: `where` is a mesh, or has no sp)."""
     if isinstance(where, nn.Module):
         sequence, _ = sequence_of(where), runtime_of(where)  # raises where the model is not sharded
         return (sequence.rank, sequence.size, sequence.comm) if sequence is not None else (0, 1, None)
@@ -162,7 +162,7 @@ class SequenceLoader:
     """
 
     def __init__(self, loader: Iterable[Any], where: Where, *, shift_labels: bool = True, pad_token_id: int = 0) -> None:
-        _place(where)
+        _rank_along_sp(where)  # raises for anything but a sharded model or a mesh
         self.loader, self.where = loader, where
         self.options: dict[str, Any] = {"shift_labels": shift_labels, "pad_token_id": pad_token_id}
 

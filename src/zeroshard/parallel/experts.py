@@ -3,14 +3,14 @@
     rank 0: experts 0 1     tokens a b c      a -> 2, b -> 0, c -> 3        (one expert for each token here)
     rank 1: experts 2 3     tokens d e f      d -> 1, e -> 0, f -> 0
 
-    counts      each rank tells how many rows it has for each expert        Comm.exchange
+    counts      all ranks exchange how many rows they have for each expert  Comm.exchange
     dispatch    rank 0 gets b, d e f; rank 1 gets a c                       Comm.all_to_all, with these counts
     experts     each rank computes its experts on the rows that came        the class's own forward
     combine     the outputs go back the same way, and are multiplied by the router's weights on the token's rank
 
-Ranks along the axis read different tokens, as data-parallel ranks do. Backward sends gradients the other way round, so that an
-expert's gradient is complete on its rank: it is the sum over the tokens of all ranks along the axis. ZeRO reduces it over the other
-ranks, and divides it as every other gradient (`Topology.divided`). No token is dropped, unless a capacity is given.
+Ranks along the axis read different tokens, as data-parallel ranks do. Backward sends gradients in the opposite direction, so that an
+expert's gradient on its rank is the sum over the tokens of all ranks along the axis. ZeRO reduces it over the ranks that hold the
+same experts, and divides it as every other gradient (`Topology.divided`). Tokens are dropped only if a capacity is given.
 
 Sources: GShard, arXiv 2006.16668, section 3; Switch Transformers, arXiv 2101.03961, section 2.2 (capacity); DeepSpeed-MoE, arXiv
 2201.05596, section 5.
@@ -18,7 +18,6 @@ Sources: GShard, arXiv 2006.16668, section 3; Switch Transformers, arXiv 2101.03
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import struct
@@ -37,6 +36,7 @@ from ..errors import ConfigError, did_you_mean
 from ..tensor.distributed import Owned, is_distributed
 from ..tensor.tiled_parameter import Tile, Tiled
 from ..utils import torch_compat
+from ..utils.joined_class import Joined, joined_class
 from ..zero.along_axis import AlongAxis, Line
 from .router_loss import over_all_ranks
 
@@ -53,7 +53,7 @@ class Load:
         return max(self.rows) * len(self.rows) / sum(self.rows) if sum(self.rows) else 1.0
 
 
-class _Travel(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     """Send rows (S, H) to the ranks along an axis; backward sends their gradients back.
 
     sent, received: number of rows for, and from, each rank, in the order of ranks.
@@ -62,15 +62,15 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, line: Line, sent: list[int], received: list[int], label: str) -> Tensor:
         ctx.line, ctx.sent, ctx.received, ctx.label = line, sent, received, label
-        return _travel(rows, line, sent, received, label)
+        return _send_rows(rows, line, sent, received, label)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _travel(grad, ctx.line, ctx.received, ctx.sent, f"{ctx.label}, backward"), None, None, None, None
+        return _send_rows(grad, ctx.line, ctx.received, ctx.sent, f"{ctx.label}, backward"), None, None, None, None
 
 
-def _travel(rows: Tensor, line: Line, sent: Sequence[int], received: Sequence[int], label: str) -> Tensor:
+def _send_rows(rows: Tensor, line: Line, sent: Sequence[int], received: Sequence[int], label: str) -> Tensor:
     width = rows.shape[-1]
     found = rows.new_empty(sum(received), width)
     into, out = ([count * width for count in each] for each in (received, sent))
@@ -78,20 +78,19 @@ def _travel(rows: Tensor, line: Line, sent: Sequence[int], received: Sequence[in
     return found
 
 
-class DividedExperts(AlongAxis):
-    """A module of experts of which each rank along an axis holds some. A class derived from this and the experts' class is made
-    for each (`_divided_class`); inputs and outputs are as before.
+class DividedExperts(Joined, AlongAxis):
+    """A module of experts of which each rank along an axis holds some; its inputs and outputs are those of the whole module.
 
-    num_experts: of this rank; everywhere: of all ranks. capacity_factor: see `divide_experts`.
+    `divide_experts` joins this class with the experts' class, whose forward computes the rank's own experts (utils/joined_class.py).
+    num_experts: number of this rank's experts; everywhere: of those of all ranks. capacity_factor: see `divide_experts`.
     """
 
-    stands_for: type[nn.Module]
     num_experts: int
     everywhere: int
     capacity_factor: float | None
     load: Load
 
-    @torch.compiler.disable  # messages between ranks, whose lengths are read
+    @torch_compat.disable_dynamo  # it sends messages between ranks and reads their lengths, which torch.compile cannot trace
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """Return (T, H) for hidden (T, H), index (T, K), weights (T, K), however the class names these arguments."""
         bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
@@ -102,20 +101,22 @@ class DividedExperts(AlongAxis):
             order, experts = self._within_capacity(order, experts, len(hidden), index.shape[-1])
         counts = self._counts(experts)
         told = line.comm.exchange(struct.pack(f"<{self.everywhere}I", *counts), f"{label}: tokens of each")
-        table = [self._by_rank(struct.unpack(f"<{self.everywhere}I", row)) for row in told]  # rank -> rank -> its experts
+        # table[a][b]: the numbers of rows that rank a sends to rank b, one for each expert of rank b
+        table = [self._by_rank(struct.unpack(f"<{self.everywhere}I", row)) for row in told]
         mine = [row[line.comm.rank] for row in table]
         sent, received = [sum(part) for part in table[line.comm.rank]], [sum(part) for part in mine]
         self.load.rows = [rows + sum(sum(row[to]) for row in table) for to, rows in enumerate(self.load.rows)]
-        rows = _Travel.apply(hidden[order // index.shape[-1]], line, sent, received, f"{label}: dispatch")
-        # rows have come by rank, and of each rank by expert
+        rows = _SendRows.apply(hidden[order // index.shape[-1]], line, sent, received, f"{label}: dispatch")
+        # the received rows are sorted by the rank that sent them, and those of a rank by expert
         repeats = torch.tensor([count for part in mine for count in part], device=rows.device)
         local = torch.arange(self.num_experts, device=rows.device).repeat(ranks)
         computed = self._compute(rows, local.repeat_interleave(repeats, output_size=sum(received)))
-        back = _Travel.apply(computed, line, received, sent, f"{label}: combine")
+        back = _SendRows.apply(computed, line, received, sent, f"{label}: combine")
         chosen = back.new_zeros(index.numel(), back.shape[-1]).index_copy(0, order, back)  # zeros: choices beyond the capacity
         return (chosen.unflatten(0, index.shape) * weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
 
     def _by_rank(self, counts: Sequence[int]) -> list[Sequence[int]]:
+        """Return numbers of rows for each expert (everywhere,) as one sequence for each rank that holds some of the experts."""
         return [counts[first : first + self.num_experts] for first in range(0, self.everywhere, self.num_experts)]
 
     def _counts(self, experts: Tensor) -> list[int]:
@@ -129,7 +130,7 @@ class DividedExperts(AlongAxis):
         """Keep the first choices of each expert, in the order of the batch, as many as it has capacity for."""
         assert self.capacity_factor is not None
         most = math.ceil(self.capacity_factor * tokens * choices / self.everywhere)
-        if self.line.comm.imagined:  # nobody knows which, but how many an even routing would keep
+        if self.line.comm.imagined:  # tensors have no values: keep as many rows as an even routing would
             kept_rows = min(most * self.everywhere, len(order))
             return order[:kept_rows], experts[:kept_rows]
         first = torch.searchsorted(experts, torch.arange(self.everywhere, device=experts.device))
@@ -142,7 +143,7 @@ class DividedExperts(AlongAxis):
         shards = {name: param.to_local() if is_distributed(param) else param for name, param in own.items()}
         if not len(rows) and shards:
             return Idle.apply(rows, *shards.values())
-        self.__dict__.update(shards)  # found before the DTensors of the same names
+        self.__dict__.update(shards)  # attributes in __dict__ hide the parameters of the same names, which are DTensors
         try:
             return super().forward(rows, local.unsqueeze(-1), rows.new_ones(len(rows), 1))
         finally:
@@ -151,9 +152,6 @@ class DividedExperts(AlongAxis):
 
     def extra_repr(self) -> str:
         return f"{self.stands_for.__name__}, {self.num_experts} of {self.everywhere} experts"
-
-    def __reduce_ex__(self, protocol: object) -> tuple:
-        return _blank, (self.stands_for,), self.__dict__
 
 
 class Experts(nn.ModuleList):
@@ -167,7 +165,7 @@ class Experts(nn.ModuleList):
 
     def __init__(self, modules: Iterable[nn.Module] | None = None) -> None:
         super().__init__(modules)
-        self.num_experts, self.first = len(self), 0  # of this rank, if they are divided
+        self.num_experts, self.first = len(self), 0  # if they are divided: the number of this rank's experts, and the first one's
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return (T, H) for hidden (T, H), index (T, K) in 0 .. num_experts - 1, weights (T, K)."""
@@ -177,16 +175,6 @@ class Experts(nn.ModuleList):
         rows = torch.cat([self[self.first + number](part) for number, part in enumerate(parts)])
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return (rows[back].unflatten(0, index.shape) * weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
-
-
-@functools.cache
-def _divided_class(cls: type[nn.Module]) -> type[DividedExperts]:
-    return type(f"Divided{cls.__name__}", (DividedExperts, cls), {"stands_for": cls, "__module__": __name__})
-
-
-def _blank(cls: type[nn.Module]) -> DividedExperts:
-    divided_class: type[DividedExperts] = _divided_class(cls)  # type: ignore[arg-type]  # a class can be hashed
-    return object.__new__(divided_class)
 
 
 def experts_of(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, nn.Module]:
@@ -281,7 +269,7 @@ def _check(module: nn.Module, name: str, ranks: int) -> None:
 
 
 def _divide(module: nn.Module, mesh: DeviceMesh, capacity_factor: float | None) -> None:
-    """Leave a module this rank's experts, and let its forward send tokens."""
+    """Keep only this rank's experts in a module, and change its class to one whose forward sends tokens."""
     if isinstance(module, Experts):
         module.num_experts = len(module)
     from torch.distributed.tensor import DTensor, Shard
@@ -299,16 +287,16 @@ def _divide(module: nn.Module, mesh: DeviceMesh, capacity_factor: float | None) 
     if isinstance(module, Experts):
         module.first = rank * own
         for number, expert in enumerate(module):
-            _give_to(expert, mesh, number // own)
-    module.__class__ = _divided_class(type(module))  # type: ignore[arg-type]
+            _keep_on_owner(expert, mesh, number // own)
+    module.__class__ = joined_class(DividedExperts, type(module))  # type: ignore[arg-type]  # a class can be hashed
     divided = cast(DividedExperts, module)
     divided.axis = (mesh.mesh_dim_names or ("",))[0]
     divided.num_experts, divided.everywhere, divided.capacity_factor = own, everywhere, capacity_factor
     divided.load = Load([0] * ranks)
 
 
-def _give_to(expert: nn.Module, mesh: DeviceMesh, owner: int) -> None:
-    """Leave the parameters of one expert to one rank along the axis; the others keep them without elements."""
+def _keep_on_owner(expert: nn.Module, mesh: DeviceMesh, owner: int) -> None:
+    """Keep the parameters of one expert on its owner along the axis only; on other ranks they have no elements."""
     for module in expert.modules():
         parameters = torch_compat.own_parameters(module)
         for attribute, param in parameters.items():
@@ -323,5 +311,5 @@ def _give_to(expert: nn.Module, mesh: DeviceMesh, owner: int) -> None:
 
 
 def expert_imbalance(model: nn.Module) -> dict[str, float]:
-    """Return, for each divided module of experts, the rows of its busiest rank / mean over ranks, of all forwards so far."""
+    """Return for each divided module of experts, by name, the rows of its busiest rank over the mean of all ranks, in all forwards."""
     return {name: module.load.imbalance for name, module in model.named_modules() if isinstance(module, DividedExperts)}

@@ -1,8 +1,8 @@
 """zs.long_context: train a language model on sequences that do not fit, in one call.
 
-tokens of a sequence   over the ranks along sp                   activations of everything: 1 / sp
-inputs of blocks       on the host, all else computed again      activations at rest: none on the device
-MLPs and the loss      in tiles of tokens                        activations while computing: of one tile
+tokens of a sequence   cut over the ranks along sp               all activations of a rank: 1 / sp
+inputs of blocks       kept on the host, all else recomputed     activations from forward to backward: none on the device
+MLPs and the loss      computed in tiles of tokens               their activations while they compute: of one tile
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def long_context(
             "cpu", "nvme" (in `path`), or None for the device.
         options: those of zs.shard.
 
-    What was done is in the notes of zs.report. Raises ConfigError where a part does not fit the model, and names the argument that
-    leaves it out; then nothing is changed. Source: Arctic Long Sequence Training, arXiv 2506.13996.
+    The notes of zs.report say what was done. Raises ConfigError if the model does not allow one of these changes, and names the
+    argument that leaves it out; then nothing is changed. Source: Arctic Long Sequence Training, arXiv 2506.13996.
     """
     for name, value in (("loss_tokens", loss_tokens), ("mlp_tokens", mlp_tokens)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

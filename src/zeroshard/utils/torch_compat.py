@@ -160,7 +160,8 @@ forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")  # module -> 
 state_dict_hooks = attrgetter("_state_dict_hooks", "_load_state_dict_pre_hooks", "_state_dict_pre_hooks")  # module -> three
 STEP_METHODS = ("step", "_init_group")  # methods of an optimizer that determine its step
 NormBase = nn.modules.batchnorm._NormBase  # batch and instance norms
-disable_dynamo = torch._disable_dynamo  # decorator: torch.compile leaves the function as it is
+# decorator, as torch.compiler.disable, which imports torch._dynamo (1.5 s) where it decorates; this one does at the first call
+disable_dynamo = torch._disable_dynamo
 CODE_OF_CALL = nn.Module._call_impl.__code__  # of the function that runs a module's hooks and forward, to recognise its frames
 
 

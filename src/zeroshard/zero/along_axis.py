@@ -1,4 +1,8 @@
-"""Modules whose forward sends values along one axis of the mesh: `zs.shard` gives each the communicator of these ranks."""
+"""Modules whose forward sends activations along one axis of the mesh, and the communicators that `zs.shard` gives to them.
+
+A *line* of an axis is a set of ranks that differ in their index along this axis only: in a mesh dp=2, sp=4 the axis sp has two lines
+of four ranks. Each rank is in one line of each axis.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from .runtime import Runtime
 
 
 class Line:
-    """The ranks along one line of an axis, and a model's exchanges of activations among them.
+    """The line of an axis that this rank is in, over which modules of a model send activations; the ledger counts the bytes.
 
     comm: these ranks. everyone: all data-parallel ranks. Threads: as the Comm.
     """
 
     def __init__(self, runtime: Runtime, axis: str, ranks: Parts) -> None:
-        """Open the Comm of the ranks along the axis (collective). ranks: those of the mesh along each line of it."""
+        """Open the Comm of the ranks along the axis (collective). ranks: those of every line of the axis."""
         self.comm, self.everyone = runtime.topology.world.subgroup(ranks, apart=True), runtime.comm
         self._ledger, self._kind = runtime.tiers.ledger, f"all-to-all along {axis}"
         self._held = 0  # bytes of the Comm's memory in the ledger
@@ -39,14 +43,14 @@ class Line:
 
 
 class AlongAxis(nn.Module):
-    """Base class of such modules. axis: name of the axis."""
+    """Base class of modules whose forward sends activations along an axis. axis: its name."""
 
     axis: str
     _line: Line | None = None
 
     @property
     def line(self) -> Line:
-        """The ranks along the axis. Raises ConfigError before zs.shard."""
+        """The line of the axis that this rank is in. Raises ConfigError before zs.shard."""
         if self._line is None:
             raise ConfigError(
                 f"{type(self).__name__} was divided over the axis {self.axis!r} of a mesh, and is called before "
@@ -56,7 +60,7 @@ class AlongAxis(nn.Module):
 
 
 def check_axes(model: nn.Module, lines: Mapping[str, Parts]) -> None:
-    """Raise ConfigError for a module that sends along an axis that is none of `lines`."""
+    """Raise ConfigError for a module that sends along an axis that the mesh does not have. lines: as for `connect`."""
     for name, module in model.named_modules():
         if isinstance(module, AlongAxis) and module.axis not in lines:
             raise ConfigError(
@@ -66,9 +70,9 @@ def check_axes(model: nn.Module, lines: Mapping[str, Parts]) -> None:
 
 
 def connect(runtime: Runtime, lines: Mapping[str, Parts]) -> None:
-    """Give each module of the model that sends along an axis the Comm of its ranks (collective).
+    """Give each module of the model that sends along an axis the `Line` of this rank (collective).
 
-    lines: by name of an axis, the ranks of the mesh along each line of it.
+    lines: by name of an axis, the ranks of each line of it.
     """
     opened: dict[str, Line] = {}
     for module in runtime.model.modules():
