@@ -9,6 +9,7 @@ once in all. The *high-water mark* exists for RSS only; the peak of PSS is sampl
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def reset_peak_rss() -> None:
     """Reset the high-water mark to the current RSS; no effect where the kernel has no such file."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def trim() -> None:
+    """Return freed memory to the system, as far as the C library can; no effect with other libraries than glibc."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def pss_nbytes(pid: int) -> int | None:

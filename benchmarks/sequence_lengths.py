@@ -14,32 +14,32 @@ from .tables import MIB, Measured, Row
 RANKS, LENGTHS = (4, 8), (1024, 4096, 16384, 65536)
 SHAPE = ModelShape(vocab_size=1024, dim=128, layers=2, heads=8)
 LONG = (
-    32768  # tokens from which on a step takes minutes on a CPU: such lengths are raced on the first number of ranks, in one round
+    32768  # tokens; from here on a step takes minutes on a CPU, so there is one round of one step, on the first number of ranks
 )
 
 
-def run(contenders: list[Contender], seed: int, rounds: Rounds, log_dir: Path, lengths: tuple[int, ...]) -> list[Measured]:
-    """Race all lengths on each number of ranks; return a table for each number of ranks."""
+def run(
+    contenders: list[Contender], seed: int, rounds: Rounds, log_dir: Path, lengths: tuple[int, ...], shape: ModelShape = SHAPE,
+    ranks: tuple[int, ...] = RANKS,
+) -> list[Measured]:  # fmt: skip
+    """Race sequences of all lengths on each number of ranks; return a table for each number of ranks."""
     found = []
-    for ranks in RANKS:
-        tables: list[tuple[int, list[Outcome], Measured]] = []
-        for length in lengths:
-            if length >= LONG and ranks != RANKS[0]:
-                continue
-            long = Rounds(warmup=0, rounds=1, steps=1, memory_steps=1)
-            usual = dataclasses.replace(rounds, warmup=1, steps=1, memory_steps=1)
-            shape = dataclasses.replace(SHAPE, seq_len=length)
-            workload = Workload(shape, sequences=ranks, ranks=ranks, seed=seed, long=True)
-            outcomes = race(contenders, workload, long if length >= LONG else usual, log_dir / f"{ranks}-{length}")
-            tables.append((length, outcomes, table("sequences", "", workload, outcomes)))
-        found.append(_joined(ranks, tables))
+    for size in ranks:
+        raced: list[tuple[int, list[Outcome], Measured]] = []
+        for length in lengths if size == ranks[0] else [each for each in lengths if each < LONG]:
+            warmup, turns = (1, rounds.rounds) if length < LONG else (0, 1)
+            workload = Workload(dataclasses.replace(shape, seq_len=length), sequences=size, ranks=size, seed=seed, long=True)
+            outcomes = race(contenders, workload, Rounds(warmup, turns, steps=1, memory_steps=1), log_dir / f"{size}-{length}")
+            raced.append((length, outcomes, table("sequences", "", workload, outcomes)))
+        title = f"Sequences of a Llama (dim {shape.dim}, {shape.layers} layers) on {size} ranks, {size} sequences a step"
+        found.append(_joined(title, size, raced))
     return found
 
 
-def _joined(ranks: int, tables: list[tuple[int, list[Outcome], Measured]]) -> Measured:
+def _joined(title: str, ranks: int, raced: list[tuple[int, list[Outcome], Measured]]) -> Measured:
     """Return one table of all lengths: tokens a second, memory that a step adds, and times over those of zs3 and of DeepSpeed."""
     rows, notes, skipped = [], [], dict[str, str]()
-    for length, outcomes, measured in tables:
+    for length, outcomes, measured in raced:
         ran = {o.contender.kind: o for o in outcomes if o.ran and o.rounds_step_s}
         for outcome in ran.values():
             facts = {"tokens/s": ranks * length / median(outcome.round_s)}
@@ -58,10 +58,7 @@ def _joined(ranks: int, tables: list[tuple[int, list[Outcome], Measured]]) -> Me
             )
         notes += [(f"{length} tokens: {text}", kind) for text, kind in measured.notes if text.startswith("losses")]
         skipped |= {f"{length} tokens {name}": why for name, why in measured.skipped.items()}
-    title = (
-        f"Sequences of a Llama (dim {SHAPE.dim}, {SHAPE.layers} layers) on {ranks} ranks, {ranks} sequences a step, checkpoints"
-    )
     joined = Measured(title, rows, notes=notes, skipped=skipped)
-    joined.broken = any(each.broken for *_, each in tables)
-    joined.details = {str(length): each.details for length, _, each in tables}
+    joined.broken = any(each.broken for *_, each in raced)
+    joined.details = {str(length): each.details for length, _, each in raced}
     return joined

@@ -135,6 +135,7 @@ class _Rank:
         return Turn(start, tuple(ends), tuple(float(x) for x in losses), cpu_s, moved)
 
     def memory(self, first_step: int, steps: int) -> Memory:
+        memory.trim()  # what earlier steps have freed would hide what these take
         memory.reset_peak_rss()
         before = memory.peak_rss_nbytes()
         if self._on_cuda:

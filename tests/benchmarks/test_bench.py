@@ -9,10 +9,10 @@ import time
 import pytest
 from bench_kit import TINY, outcome
 
-from benchmarks import cases, pictures, plan, race, report, statistics
+from benchmarks import cases, pictures, plan, race, report, sequence_lengths, statistics
 from benchmarks.command import main
 from benchmarks.micro import Unmeasured, apart, take_turns
-from benchmarks.plan import Contender, Rounds, Workload
+from benchmarks.plan import Contender, ModelShape, Rounds, Workload
 from benchmarks.race import Outcome
 from benchmarks.tables import BYTES, SPEED, Bound, Measured, Row
 from benchmarks.worker import Turn
@@ -130,7 +130,7 @@ def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path, c
         (["--only", "fsdp3"], "got 'fsdp3'"),
         (
             ["--sections", "tpu"],
-            "expected --sections among cpu, tiers, host, hostadam, states, disk, checkpoints, parallel, gpu, got tpu",
+            "expected --sections among cpu, tiers, host, hostadam, states, disk, checkpoints, parallel, sequences, gpu, got tpu",
         ),
         (["--path", "/nowhere"], "--path: .*/nowhere does not exist"),
         (["--rounds", "0"], "expected --rounds"),
@@ -184,3 +184,14 @@ def test_a_tiny_race_over_a_mesh(tmp_path, forked_teams):
     assert all(o.ran and o.peak_pss_sum > 0 for o in outcomes) and not measured.broken, [o.status for o in outcomes]
     assert [row.name for row in measured.rows] == ["zeroshard 1", "FSDP2"] and "PSS MiB, all" in measured.sheet().header
     assert [goal.verdict == "not measured" for goal in measured.goals] == [False, False, True, True]  # stage 2 took no part
+
+
+@pytest.mark.processes
+def test_a_tiny_race_over_the_length_of_sequences(tmp_path, forked_teams):
+    pytest.importorskip("transformers")
+    contenders = [Contender("zs", 3), Contender("sp", 3), Contender("long", 3)]
+    shape = ModelShape(vocab_size=64, dim=16, layers=2, heads=2)
+    (table,) = sequence_lengths.run(contenders, 0, Rounds(rounds=1), tmp_path, (32,), shape, ranks=(2,))
+    assert not table.broken and [row.name.split("  ")[1] for row in table.rows] == [each.label for each in contenders]
+    assert any("losses: all contenders agree" in text for text, _ in table.notes)
+    assert all(row.facts["tokens/s"] > 0 and "added MiB" in row.facts for row in table.rows)
