@@ -192,6 +192,6 @@ def test_a_tiny_race_over_the_length_of_sequences(tmp_path, forked_teams):
     contenders = [Contender("zs", 3), Contender("sp", 3), Contender("long", 3)]
     shape = ModelShape(vocab_size=64, dim=16, layers=2, heads=2)
     (table,) = sequence_lengths.run(contenders, 0, Rounds(rounds=1), tmp_path, (32,), shape, ranks=(2,))
-    assert not table.broken and [row.name.split("  ")[1] for row in table.rows] == [each.label for each in contenders]
+    assert not table.broken and [row.name.partition("tokens  ")[2] for row in table.rows] == [each.label for each in contenders]
     assert any("losses: all contenders agree" in text for text, _ in table.notes)
     assert all(row.facts["tokens/s"] > 0 and "added MiB" in row.facts for row in table.rows)
