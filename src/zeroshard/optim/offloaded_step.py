@@ -1,6 +1,6 @@
 """The host's step over offloaded states, slab by slab (ZeRO-Offload, arXiv 2101.06840, 5.1; ZeRO-Infinity, 2104.07857, 5.2.2).
 
-    read    | s2 | s3 | s4 |             a slab: a stretch of one run, of at most buffer_nbytes
+    read    | s2 | s3 | s4 |             a slab: a part of one run, of at most buffer_nbytes
     step    | s1 | s2 | s3 | s4          master weights, gradient and states, in chunks that stay in cache
     write   |    | s1 | s2 | s3 | s4     states that rest on the host are stepped in place and need no buffer
 
@@ -13,7 +13,7 @@ fused kernels (optim/cpu_kernels.py).
 In a delayed update (`DelayedStep`; ZeRO-Offload, section 4.3) the step overlaps with the next forward and backward:
 
     device  | F1 B1 | F2 B2 | F3 B3 |            forward 3 uses the parameters of step 1
-    host            | step 1 | step 2 |          a thread, which alone uses masters and states while it runs
+    host            | step 1 | step 2 |          in a thread, the only one that uses masters and states while it runs
 
 Gradients that rest as shards are not copied for it: a group then has two resting places, and while the step reads one of
 them, backward writes into the other (zero/flat_buffer.py:hand_over).
@@ -39,7 +39,7 @@ from ..utils.work import Work
 from .cpu_kernels import host_threads, stepping_threads
 from .slab_step import Job, Slab, SlabStepper
 
-_FLIGHT = 4  # most slabs started ahead, per buffer: a limit for slabs in place, which no lack of memory holds back
+_FLIGHT = 4  # most slabs, for each buffer, that are begun before they are stepped: the only limit for slabs that need no buffer
 _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
 
 
