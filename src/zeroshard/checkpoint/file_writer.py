@@ -70,6 +70,8 @@ def compare_digests(path: Path, expected: Sequence[str], offset: int, memory: me
 class FileWriter:
     """Writer of ranges of one file: call `fill` once, or several times for parts, and then `finish`. After an error, call `abandon`.
 
+        a buffer    pool --buffer--> _buffer, filled by _put --_emit--> _full --_advance--> _writes --_retire--> pool
+
     Threads: one at a time; `stop` in any.
     """
 

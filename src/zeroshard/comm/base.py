@@ -158,7 +158,8 @@ class Hops(Collective):
 class Comm(Group, ABC):
     """Asynchronous collectives on flat tensors, among the ranks of a group.
 
-    Threads: as `Control`.
+    A model announces its collectives by `reserve`, `reserve_slices` and `expect`, and calls `open` once, before the first one;
+    `release` is the inverse of `open`. Before it writes a region's shards it calls `outdate`. Threads: as `Control`.
     """
 
     control: Control  # the control messages and waits of these ranks

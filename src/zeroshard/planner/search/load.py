@@ -16,7 +16,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...config import STAGES, Placement, Tier
 from ...memory.estimate import rests_away
@@ -78,23 +78,31 @@ def step_seconds(
     beside = beside and layout.prefetch_nbytes is not None
     passes, each, tails, slowest = [], [], [], Resource.DEVICE
     for load in loads or loads_of(profile, layout):
-        chain, once, tail, lanes = _sums(load, hardware, beside)
-        worst = max(lanes, key=lanes.__getitem__, default=Resource.DEVICE)
-        total = load.micro_batches * chain + once
-        slowest = worst if lanes.get(worst, 0.0) > total else Resource.DEVICE
-        passes.append(max(total, lanes.get(worst, 0.0)))
-        each.append(chain if beside else chain + once)
-        tails.append(tail)
+        found = _sums(load, hardware, beside)
+        worst = max(found.lanes, key=found.lanes.__getitem__, default=Resource.DEVICE)
+        total = load.micro_batches * found.micro_batch + found.once
+        slowest = worst if found.lanes.get(worst, 0.0) > total else Resource.DEVICE
+        passes.append(max(total, found.lanes.get(worst, 0.0)))
+        each.append(found.micro_batch if beside else found.micro_batch + found.once)
+        tails.append(found.step)
     between = max(layout.pp - 3, 0) * each[len(each) // 2]  # stages in the middle are alike: one stands for all
     return max(passes) + sum(each) + between - max(each) + max(tails), slowest
 
 
-def _sums(load: Load, hardware: Hardware, beside: bool) -> tuple[float, float, float, dict[Resource, float]]:
-    """Return seconds: of a micro-batch; of what else forward and backward do, once a step; of the optimizer's step; of each lane.
+class _Seconds(NamedTuple):
+    """Seconds of a load's tasks: of a micro-batch; of what else forward and backward do, once a step; of the optimizer's step.
 
-    The first two are of tasks for which the program waits: with `beside`, computation and messages of tp. Lanes (one for each
-    resource that works by itself) have the sums of all tasks of forward and backward.
+    The first two are of tasks for which the program waits. lanes: of all tasks of forward and backward, by the resource that does them.
     """
+
+    micro_batch: float
+    once: float
+    step: float
+    lanes: dict[Resource, float]
+
+
+def _sums(load: Load, hardware: Hardware, beside: bool) -> _Seconds:
+    """Add up the seconds of a load's tasks. With `beside` the program waits for computation, and for messages of tp."""
     chain = [0.0, 0.0]
     lanes: dict[Resource, float] = defaultdict(float)
     steps: dict[tuple[bool, Resource], float] = defaultdict(float)
@@ -118,7 +126,7 @@ def _sums(load: Load, hardware: Hardware, beside: bool) -> tuple[float, float, f
                     chain[once] += times * time
     for first in (True, False):
         tail += max((time for (which, _), time in steps.items() if which is first), default=0.0)
-    return chain[0], chain[1], tail, lanes
+    return _Seconds(chain[0], chain[1], tail, lanes)
 
 
 def loads_of(profile: Profile, layout: Layout) -> list[Load]:
