@@ -23,7 +23,7 @@ from .state_storage import ColumnStates, DeviceStates
 
 K = TypeVar("K")  # key that is equal for parameters of one run
 
-_NO_SLICE = (1,) * 7  # leading dimensions by which `Run.rested` marks a state that is no column; more than any parameter has
+_MARK = (1,) * 7  # leading dimensions by which `Run.mark` marks a state that is no column; more than any parameter has
 
 
 @dataclass(eq=False)
@@ -66,18 +66,18 @@ class Run:
         start, _ = self.group.masters.range(index)
         return (value, start) if isinstance(value, Rest) else (self.states.tiers.over(value), start - self.start)
 
-    def rested(self, value: object) -> object:
-        """Return a state that is not sharded in the form in which the run keeps it.
+    def mark(self, value: object) -> object:
+        """Return a state that is no column, marked if it might be taken for one.
 
-        A 1-D state of a whole parameter (statistics of its rows, say) gets leading dimensions of 1: `is_column` would else take
-        it for a slice of a sharded state if it happens to have as many elements.
+        The mark of a 1-D state of a whole parameter (statistics of its rows, say) is leading dimensions of 1: `is_column` would else
+        take the state for a column if it happens to have as many elements as the parameter.
         """
-        return value.view(*_NO_SLICE, -1) if self.whole and isinstance(value, Tensor) and value.dim() == 1 else value
+        return value.view(*_MARK, -1) if self.whole and isinstance(value, Tensor) and value.dim() == 1 else value
 
-    def shown(self, value: object) -> object:
-        """Return a state in the form that the optimizer's class has given it: the inverse of `rested`."""
-        rested = self.whole and isinstance(value, Tensor) and tuple(value.shape[:-1]) == _NO_SLICE
-        return value.view(-1) if rested and isinstance(value, Tensor) else value
+    def unmark(self, value: object) -> object:
+        """Return a state in the shape that the optimizer's class has given it: the inverse of `mark`."""
+        marked = self.whole and isinstance(value, Tensor) and tuple(value.shape[:-1]) == _MARK
+        return value.view(-1) if marked and isinstance(value, Tensor) else value
 
 
 class RunMaker:
