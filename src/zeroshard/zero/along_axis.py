@@ -64,8 +64,8 @@ def check_axes(model: nn.Module, lines: Mapping[str, Parts]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, AlongAxis) and module.axis not in lines:
             raise ConfigError(
-                f"{name} was divided over the axis {module.axis!r}, which the mesh given to zs.shard has not: pass the whole mesh (mesh=mesh), "
-                f"with an axis named {module.axis!r}."
+                f"{name} was divided over the axis {module.axis!r}, which the mesh given to zs.shard does not have: pass the whole mesh "
+                f"(mesh=mesh), with an axis named {module.axis!r}."
             )
 
 

@@ -41,7 +41,7 @@ def ranks_of(model: nn.Module, given: object, mpu: object, ranks: int) -> int:
     size = asked or noted or 1
     if size > 1 and (mpu is not None or isinstance(model, PipelineModule)):
         raise DeepSpeedConfigError(
-            'tensor_parallel.autotp_size with an mpu, or a PipelineModule: leave the mpu out; zs.parallelize has ("pp", "dp", "tp").'
+            'tensor_parallel.autotp_size with an mpu, or a PipelineModule: leave the mpu out; zs.parallelize takes a mesh ("pp", "dp", "tp").'
         )
     if ranks % size:
         raise DeepSpeedConfigError(f"tensor_parallel.autotp_size = {size}: expected a divisor of the {ranks} ranks.")
