@@ -27,8 +27,7 @@ from ..utils.axes import SP
 from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
-# types of layers that compute each token by itself, but for attention
-_LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")
+_LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
 # .stack: for each running forward of a model, the outermost first, the _Forward for which masks are made; None: masks as without sp
 _local = threading.local()

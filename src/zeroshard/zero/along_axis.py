@@ -23,7 +23,7 @@ class Line:
     """
 
     def __init__(self, runtime: Runtime, axis: str, ranks: Parts) -> None:
-        """Open the Comm of the ranks along the axis (collective). ranks: those of every line of the axis."""
+        """Open the Comm of the ranks along the axis (collective). ranks: those of the mesh along each line of it."""
         self.comm, self.everyone = runtime.topology.world.subgroup(ranks, apart=True), runtime.comm
         self._ledger, self._kind = runtime.tiers.ledger, f"all-to-all along {axis}"
         self._held = 0  # bytes of the Comm's memory in the ledger

@@ -127,7 +127,7 @@ class PipelineModule(nn.Module):
         self.tied_modules = nn.ModuleDict()
         for number in range(self._local_start, self._local_stop):
             self.forward_funcs.append(self._build(number, self._layer_specs[number]))
-        # zs.Pipeline reads from it the number of the stage, and the parameters that the stage shares with others
+        # what zs.Pipeline asks a stage: its place, and the parameters that it shares with others
         self.pipeline_stage = SimpleNamespace(index=self.stage_id, count=self.num_stages, ties=tuple(self._ties()))
 
     # -- the layers ----------------------------------------------------------------------------------------------

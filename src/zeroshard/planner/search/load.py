@@ -34,7 +34,7 @@ _ATTENTION_BACKWARD = 2.5
 _STEP_NBYTES = 36  # per element, which torch's AdamW moves beyond one pass over all that it steps: its kernels are not fused
 # the fields of a layout that determine what a micro-batch computes
 _COMPUTED = (DP, PP, TP, "micro_batch", "checkpointing", "precision", "node_size", "stops_early")
-Part = tuple[Task, int]  # a task, and the number of times that it is done
+Part = tuple[Task, int]  # a task, and how often it is done
 
 
 @dataclass(frozen=True)
