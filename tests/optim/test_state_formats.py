@@ -208,7 +208,7 @@ def test_checkpoints_have_states_as_they_rest_and_load_into_any_other_format(sav
 def settle_ties(model, optimizer):
     """Take the last bit of masters half-way above an even bf16 number, as split ones lose it."""
     if optimizer.core.host is not None:
-        optimizer.core.host.forget()  # it has read some ahead
+        optimizer.core.host.drop_ahead()  # it has read some ahead
     for rest in (group.masters.rest for group in runtime_of(model).groups):
         bits = rest.load(0, rest.numel).clone().view(torch.int32)
         rest.store(0, (bits - (bits & 0x1FFFF == 0x8000).int()).view(torch.float32))

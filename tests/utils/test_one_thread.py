@@ -179,10 +179,10 @@ def test_the_ranks_thread_does_not_come_into_a_delayed_step(monkeypatch):
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
         assert inside.wait(20)
-        model(torch.ones(2, 64)).sum().backward()  # polls on its way
+        model(torch.ones(2, 64)).sum().backward()  # reads ahead on its way
         core = runtime_of(model).optimizer.core
-        core.poll()
-        for call in (core.host.poll, core.host.forget, core.host.give_back, core.host.pool.drain, core.host.close):
+        core.read_ahead()
+        for call in (core.host.read_ahead, core.host.drop_ahead, core.host.give_back, core.host.pool.drain, core.host.close):
             with pytest.raises(zs.ThreadsMet, match="while thread 'zeroshard-delayed-step' was inside"):
                 call()
         go_on.set()

@@ -27,8 +27,7 @@ from ..utils.axes import SP
 from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
-# types of layers that compute each token by itself, but for attention
-_LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")
+_LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
 # .stack: for each running forward of a model, the outermost first, the _Forward for which masks are made; None: masks as without sp
 _local = threading.local()
@@ -139,7 +138,8 @@ def _mask(function: Callable, **kwargs: Any) -> Any:
     length = kwargs["q_length"]
     if kwargs["kv_length"] != length:
         raise ConfigError(
-            f"sp: a mask of {length} queries and {kwargs['kv_length']} keys: attention must be of sequences to themselves."
+            f"sp: expected as many keys as queries, got a mask of {length} queries and {kwargs['kv_length']} keys: over an axis sp, attention "
+            "is of sequences to themselves."
         )
     whole = length * forward.sequence.size
     kwargs |= {"q_length": whole, "kv_length": whole, "attention_mask": forward.padding}
@@ -211,7 +211,7 @@ def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
     function = next((found["eager_attention_forward"] for found in files if "eager_attention_forward" in found), None)
     if function is None:
         raise ConfigError(
-            f"sp: the eager attention of {type(inner).__name__} was not found: model.set_attn_implementation('sdpa')."
+            f"sp: the eager attention of {type(inner).__name__} was not found: call model.set_attn_implementation('sdpa') before zs.shard."
         )
     return function(module, *args, **kwargs)
 

@@ -1,6 +1,6 @@
 """The writer of all large files of checkpoints and exports: ranges of bytes go through buffers to a file, in bulk.
 
-    ranges --fill--> buffers --digest, write--> file          buffers of a pool go round
+    ranges --fill--> buffers --digest, write--> file          a written buffer goes back to its pool
 
 A full buffer is digested while the engine's threads write it (memory/io/async_file.py). With few buffers copying and writing
 overlap; with enough for everything in memory, the filled buffers are a snapshot. rank_file.py has the ranges of a rank's file,
@@ -70,6 +70,8 @@ def compare_digests(path: Path, expected: Sequence[str], offset: int, memory: me
 class FileWriter:
     """Writer of ranges of one file: call `fill` once, or several times for parts, and then `finish`. After an error, call `abandon`.
 
+        a buffer    pool --buffer--> _buffer, filled by _put --_emit--> _full --_advance--> _writes --_retire--> pool
+
     Threads: one at a time; `stop` in any.
     """
 
@@ -85,12 +87,12 @@ class FileWriter:
         self.error: Exception | None = None  # first error; nothing more is written after it
         self._ranges, self._copied = iter(ranges), 0  # what is still to be copied; number of Elements that have been
         self._buffer: Tensor | None = None  # the buffer that is being filled
-        self._pieces: list[list[int]] = []  # stretches of the file in it: [offset in the file, begin and end in the buffer]
-        self._limit = min(FIRST_NBYTES, pool.nbytes) if eager else pool.nbytes  # bytes of the next buffer that are filled at most
+        self._pieces: list[list[int]] = []  # ranges of the file in it: [offset in the file, begin and end in the buffer]
+        self._limit = min(FIRST_NBYTES, pool.nbytes) if eager else pool.nbytes  # most bytes that are filled of the next buffer
         self._reads: list[Work] = []  # reads into it that are in progress
         self._full: deque[tuple[Tensor, list[list[int]]]] = deque()  # buffers to be written
         self._writes: deque[tuple[Tensor, list[Handle]]] = deque()  # buffers that are being written
-        self._writing = eager
+        self._writing = eager  # whether full buffers are written already, or only queued
 
     @torch.no_grad()
     def fill(self, most: int | None = None) -> None:
@@ -226,6 +228,7 @@ class FileWriter:
             self._writes.append((buffer, handles))  # even after an error: a write in progress still reads from the buffer
 
     def _drain(self) -> None:
+        """Write all full buffers, and wait for them."""
         self._writing = True
         while self._full or self._writes:
             self._advance()

@@ -229,7 +229,7 @@ def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore, names
                     continue
                 contents.scalars.add(key)
                 if first:  # one rank writes the number for the whole parameter
-                    shown, full_name = run.shown(value), f"{STATE}{name}.{key}"
+                    shown, full_name = run.unmark(value), f"{STATE}{name}.{key}"
                     if isinstance(shown, Tensor):
                         _add_whole(contents, runtime, full_name, ("optim", "state", name, key), shown)
                     else:

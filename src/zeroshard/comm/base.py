@@ -1,7 +1,7 @@
 """The communicator interface (`Comm`): the collectives that the sharding layer calls on a group of ranks.
 
-Words: a *region* is a flat tensor with a memory of its own; where ranks share a host, peers can read it. A
-*whole* region has world_size shards, of which the rank's own is authoritative; a *shard* region is one shard.
+Words: a *region* is a flat tensor with memory of its own; where ranks share a host, peers can read it. A *whole* region has
+world_size shards, of which only the rank's own is up to date; a *shard* region is one shard.
 
     gather      shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
     collect     my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
@@ -9,7 +9,7 @@ Words: a *region* is a flat tensor with a memory of its own; where ranks share a
     all_to_all  part r of my tensor -> rank r                        (activations, among the ranks of a DirectComm)
 
 Reductions sum in fp32 in rank order, in whatever dtype values were sent: the result does not depend on timing or backend. Comms
-that work over others (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which reaches its ranks
+that call other Comms (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which sends to its ranks
 itself, also has their control messages (`Control`).
 """
 
@@ -45,7 +45,7 @@ class Region:
     wholes: list[Tensor | None] = field(default_factory=list)
     common: bool = False
     number: int = 0  # equal on every rank; for a staging buffer, its index in a pool of equal buffers
-    siblings: Callable[[int], Region] | None = None  # number -> the pool's buffer of that number, which a peer may have taken
+    siblings: Callable[[int], Region] | None = None  # number -> the pool's buffer of that number, from which a peer may have sent
 
 
 class Hop(NamedTuple):
@@ -121,7 +121,7 @@ class Hops(Collective):
         self.begin()
         assert self.second is not None
         self.second.wait()
-        # culprits of the first: in the second, a non-finite value comes from the rank that passed a sum on
+        # the culprits are those of the first hop: in the second, a value that is not finite comes from a rank that passes on a sum
         self.take((self.second.square_sum, self.first.culprits))
         self._over = True
 
@@ -158,12 +158,13 @@ class Hops(Collective):
 class Comm(Group, ABC):
     """Asynchronous collectives on flat tensors, among the ranks of a group.
 
-    Threads: as `Control`.
+    A model announces its collectives by `reserve`, `reserve_slices` and `expect`, and calls `open` once, before the first one;
+    `release` is the inverse of `open`. Before it writes a region's shards it calls `outdate`. Threads: as `Control`.
     """
 
     control: Control  # the control messages and waits of these ranks
-    parts: tuple[Comm, ...] = ()  # the Comms over which this one works: open, release, forget and outdate are passed on to them
-    packs: bool = False  # reductions compress gradients (by a codec) at present
+    parts: tuple[Comm, ...] = ()  # the Comms that this one calls: open, release, forget and outdate are passed on to them
+    packs: bool = False  # whether reductions compress gradients (by a codec) now; some codecs begin after warm-up steps
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ def parts_of(tensor: Tensor, counts: Sequence[int] | None, ranks: int) -> list[T
 
 
 class DirectComm(Control, Comm):
-    """A Comm that reaches its ranks itself, not over other Comms: collectives and control messages.
+    """A Comm that sends to its ranks itself, not by other Comms: it has collectives and control messages.
 
     local: the communicator of this host's ranks, where they have a faster one (shared memory).
     """
@@ -317,13 +318,13 @@ class DirectComm(Control, Comm):
         return 0
 
     def join(self, local: DirectComm) -> None:
-        """Let every wait in either communicator, this one or `local` (of this host's ranks), also let the other one progress."""
+        """Make every wait in this communicator also progress `local` (of this host's ranks), and the reverse."""
 
 
 class Wrapper(Comm):
-    """A Comm over another Comm of the same ranks, whose collectives it calls unless a subclass overrides them.
+    """A Comm that calls the collectives of another Comm of the same ranks, unless a subclass overrides them.
 
-    parts: the Comms over which it works, `comm` if none are given.
+    parts: the Comms that it calls; `comm` if none are given.
     """
 
     def __init__(self, comm: Comm, *parts: Comm) -> None:

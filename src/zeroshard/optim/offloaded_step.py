@@ -1,10 +1,10 @@
 """The host's step over offloaded states, slab by slab (ZeRO-Offload, arXiv 2101.06840, 5.1; ZeRO-Infinity, 2104.07857, 5.2.2).
 
-    read    | s2 | s3 | s4 |             a slab: a stretch of one run, of at most buffer_nbytes
+    read    | s2 | s3 | s4 |             a slab: a part of one run, of at most buffer_nbytes
     step    | s1 | s2 | s3 | s4          master weights, gradient and states, in chunks that stay in cache
     write   |    | s1 | s2 | s3 | s4     states that rest on the host are stepped in place and need no buffer
 
-Slabs pass through one arena of constant size. At the end of a step, `poll` reads the first slabs of the next step into
+Slabs pass through one arena of constant size. At the end of a step, `read_ahead` reads the first slabs of the next step into
 the arena's free memory, so that the disk also works while forward and backward run.
 
 The arithmetic is that of the optimizer's own class, run on chunks (equal in bits to a step without offload), or torch's
@@ -13,7 +13,7 @@ fused kernels (optim/cpu_kernels.py).
 In a delayed update (`DelayedStep`; ZeRO-Offload, section 4.3) the step overlaps with the next forward and backward:
 
     device  | F1 B1 | F2 B2 | F3 B3 |            forward 3 uses the parameters of step 1
-    host            | step 1 | step 2 |          a thread, which alone uses masters and states while it runs
+    host            | step 1 | step 2 |          in a thread, the only one that uses masters and states while it runs
 
 Gradients that rest as shards are not copied for it: a group then has two resting places, and while the step reads one of
 them, backward writes into the other (zero/flat_buffer.py:hand_over).
@@ -39,7 +39,7 @@ from ..utils.work import Work
 from .cpu_kernels import host_threads, stepping_threads
 from .slab_step import Job, Slab, SlabStepper
 
-_FLIGHT = 4  # most slabs started ahead, per buffer: a limit for slabs in place, which no lack of memory holds back
+_FLIGHT = 4  # most slabs, for each buffer, that are begun before they are stepped: the only limit for slabs that need no buffer
 _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
 
 
@@ -87,7 +87,7 @@ class HostStepper(SlabStepper):
             sizes = [self._staged_nbytes(slab) for slab in plan]
             useful_nbytes = sum(sizes) + max(sizes, default=0)  # one more: the arena's end may be too short for a slab
             if self.pool.lacks(useful_nbytes):
-                self.forget()  # slabs read ahead are in the memory that a larger one replaces
+                self.drop_ahead()  # slabs read ahead are in the memory that a larger one replaces
             self.pool.reserve(useful_nbytes)
             flight: deque[Slab] = deque()  # slabs whose parts are being read, in the order of the step
             while plan or flight:
@@ -104,12 +104,12 @@ class HostStepper(SlabStepper):
             self._uploads = []
             for job in jobs:
                 job.states.names, job.states.scalars = job.names or [], job.scalars
-            self.forget()
+            self.drop_ahead()
             self._next = deque(Slab(*slab) for slab in following)  # the next step is expected to step the same runs
-        self.poll()
+        self.read_ahead()
 
     @one_thread
-    def poll(self) -> None:
+    def read_ahead(self) -> None:
         """Read the next step's first slabs into free memory of the arena; never wait."""
         while self._next:
             slab = self._next[0]
@@ -125,12 +125,13 @@ class HostStepper(SlabStepper):
             self._count_ahead(slab, 1)
 
     @one_thread
-    def forget(self) -> None:
+    def drop_ahead(self) -> None:
         """Drop the slabs that were read ahead: the caller is about to change the states, or will not step them next."""
-        self._drop_ahead(len(self._ahead))
+        self._drop_first(len(self._ahead))
         self._next = deque()
 
-    def _drop_ahead(self, count: int) -> None:
+    def _drop_first(self, count: int) -> None:
+        """Drop the first `count` slabs that were read ahead."""
         for _ in range(count):
             slab = self._ahead.popleft()
             self._count_ahead(slab, -1)
@@ -144,13 +145,13 @@ class HostStepper(SlabStepper):
     @one_thread
     def give_back(self) -> None:
         """Free the arena's memory; the next step allocates it again."""
-        self.forget()
+        self.drop_ahead()
         self.pool.give_back()
 
     @one_thread
     def close(self) -> None:
         """Drop all memory and end the threads."""
-        self.forget()
+        self.drop_ahead()
         self.pool.close()
         self.team.close()
 
@@ -158,7 +159,7 @@ class HostStepper(SlabStepper):
         """Start to read a slab's parts. Return False if the arena has no memory for them; with `wait`, wait for memory."""
         position = next((number for number, other in enumerate(self._ahead) if other.key == slab.key), None)
         if position is not None:
-            self._drop_ahead(position)  # slabs ahead of this one in the queue belong to runs that are not stepped this time
+            self._drop_first(position)  # slabs ahead of this one in the queue belong to runs that are not stepped this time
             ready = self._ahead.popleft()
             self._count_ahead(ready, -1)
             slab.buffer, slab.used_nbytes = ready.buffer, ready.used_nbytes
@@ -168,7 +169,7 @@ class HostStepper(SlabStepper):
             if nbytes := self._staged_nbytes(slab):
                 slab.buffer = self.pool.take(nbytes)
                 if slab.buffer is None and wait:  # no other slab is started
-                    self.forget()  # slabs read ahead hold all memory, and are not needed now
+                    self.drop_ahead()  # slabs read ahead hold all memory, and are not needed now
                     self.pool.reserve(nbytes)  # a first step may make more states than were foreseen at its beginning
                     slab.buffer = self.pool.take(nbytes, wait=True)
                     if slab.buffer is None:

@@ -1,4 +1,4 @@
-"""Runs: the contiguous stretches of a shard that one optimizer group steps as one tensor.
+"""Runs: the contiguous ranges of a shard that one optimizer group steps as one tensor.
 
 Neighbouring parameters of a flat shard in the same optimizer group form one run: one kernel per unit instead of one per
 parameter. A parameter that missed a step (no rank had a gradient for it) must keep its own step count and moments, so
@@ -23,7 +23,7 @@ from .state_storage import ColumnStates, DeviceStates
 
 K = TypeVar("K")  # key that is equal for parameters of one run
 
-_NO_SLICE = (1,) * 7  # leading dimensions that mark a state which is not a slice; more than any parameter has
+_MARK = (1,) * 7  # leading dimensions by which `Run.mark` marks a state that is no column; more than any parameter has
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def active(self) -> bool:
-        """True if some rank has a gradient for the run (the same for all its parameters: see `split`)."""
+        """True if some rank has a gradient for the run's parameters: for all of them or for none, since other runs are split."""
         return self.group.active[self.indices[0]]
 
     def holds(self, value: object) -> TypeGuard[Rest | Tensor]:
@@ -66,18 +66,18 @@ class Run:
         start, _ = self.group.masters.range(index)
         return (value, start) if isinstance(value, Rest) else (self.states.tiers.over(value), start - self.start)
 
-    def rested(self, value: object) -> object:
-        """Return a state that is not sharded in the form in which the run keeps it.
+    def mark(self, value: object) -> object:
+        """Return a state that is no column, marked if it might be taken for one.
 
-        A 1-D state of a whole parameter (statistics of its rows, say) gets leading dimensions of 1: `is_column` would else take
-        it for a slice of a sharded state if it happens to have as many elements.
+        The mark of a 1-D state of a whole parameter (statistics of its rows, say) is leading dimensions of 1: `is_column` would else
+        take the state for a column if it happens to have as many elements as the parameter.
         """
-        return value.view(*_NO_SLICE, -1) if self.whole and isinstance(value, Tensor) and value.dim() == 1 else value
+        return value.view(*_MARK, -1) if self.whole and isinstance(value, Tensor) and value.dim() == 1 else value
 
-    def shown(self, value: object) -> object:
-        """Return a state in the form that the optimizer's class has given it: the inverse of `rested`."""
-        rested = self.whole and isinstance(value, Tensor) and tuple(value.shape[:-1]) == _NO_SLICE
-        return value.view(-1) if rested and isinstance(value, Tensor) else value
+    def unmark(self, value: object) -> object:
+        """Return a state in the shape that the optimizer's class has given it: the inverse of `mark`."""
+        marked = self.whole and isinstance(value, Tensor) and tuple(value.shape[:-1]) == _MARK
+        return value.view(-1) if marked and isinstance(value, Tensor) else value
 
 
 class RunMaker:
@@ -117,7 +117,7 @@ class RunMaker:
         return group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
 
     def runs(self, group: ParamGroup, keys: Sequence[K | None]) -> list[tuple[K, Run]]:
-        """Return (key, run) for each longest stretch of neighbours with the same key; a parameter of key None is left out.
+        """Return (key, run) for each longest sequence of neighbours with the same key; a parameter of key None is left out.
 
         A parameter without elements on this rank joins its neighbour's run, or becomes a run without elements: every rank keeps
         its step count, so that all ranks show the same states.

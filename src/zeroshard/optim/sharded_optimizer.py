@@ -417,7 +417,7 @@ class OptimizerCore:
         """Copy the user's writes to parameters since the last step into the masters."""
         if group.masters.outdated():
             if self.host is not None:
-                self.host.forget()
+                self.host.drop_ahead()
             group.masters.follow()
 
     @staticmethod
@@ -453,10 +453,10 @@ class OptimizerCore:
             self.runtime.tiers.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
             self._state_nbytes = nbytes
 
-    def poll(self) -> None:
+    def read_ahead(self) -> None:
         """Continue to read the next step's states ahead; the runtime calls this during forward and backward."""
         if self.host is not None and (self.delayed is None or not self.delayed.running):
-            self.host.poll()
+            self.host.read_ahead()
 
     def states_changed(self) -> None:
         """Update the inner optimizer and the ledger after runs or states were replaced."""

@@ -1,4 +1,4 @@
-"""The arithmetic of a step over slabs, chunk by chunk, and the device's step of states that rest coded.
+"""The arithmetic of a step over slabs, chunk by chunk, and the device's step of states that rest encoded.
 
     slab     masters | gradient | state | state        where they rest, or copies; some in another form (tensor/stretch.py)
     chunk    open      scale      open    open         of a size that stays in cache
@@ -40,10 +40,10 @@ _DEVICE_CHUNK_NUMEL = 1 << 24  # the same, on a device with a memory of its own
 class Job:
     """The step of one run, by the host or by a DeviceStepper.
 
-    options: of the run's parameter group; attributes: the numbers that the optimizer's class keeps on itself; both as they were
-    before the step. gradient: where the gradient rests, not yet multiplied by `factor`. publish: also write the parameters.
-    number: that of the step, on which stochastic rounding depends. names, scalars: of the run's states after the step (names
-    None: nothing of the run has been stepped).
+    options: those of the run's parameter group; attributes: numbers that the optimizer's class keeps as attributes; both with their
+    values before the step. gradient: where the gradient rests; the step multiplies it by `factor`. publish: whether the step also
+    writes the parameters. number: number of the step, on which stochastic rounding depends. names, scalars: columns and scalars
+    of the run's states after the step (names None: nothing of the run has been stepped).
     """
 
     run: Run
@@ -71,8 +71,8 @@ class Job:
 class Slab:
     """Elements [begin, end) of a shard, all in one run.
 
-    parts: by name, what the step uses: views of memory where they rest, or copies in `buffer`. staged: the copies that the step
-    changes, each with the Rest, and the position in it, to which it must be written back.
+    parts: by name, the tensors that the step uses: views of the memory where they rest, or copies in `buffer`. staged: the copies
+    that the step changes, each with the Rest, and the position in it, to which it must be written back. reads: into `buffer`.
     """
 
     job: Job
@@ -97,7 +97,7 @@ class Slab:
 
 
 class SlabStepper(ABC):
-    """Steps slabs. Subclasses bring the parts of a slab to the memory in which it is stepped, and write them back."""
+    """Steps slabs. Subclasses say how the parts of a slab come to the memory in which they are stepped (`_place`), and write them back."""
 
     def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool, threads: int, chunk: int | None = None):
         """chunk: elements that the optimizer's own class steps at a time; None: as many as suit a CPU."""
@@ -211,7 +211,7 @@ class SlabStepper(ABC):
         return self.inner.state[leaf]
 
     def _take_states(self, slab: Slab, start: int, stop: int, state: State) -> None:
-        """Put the states of elements [start, stop), as the optimizer's class has made or changed them, into the slab's parts."""
+        """Put the states of elements [start, stop), which the optimizer's class has made or changed, into the slab's parts."""
         for name, value in state.items():
             if is_column(value, (stop - start,)):
                 if name not in slab.parts:

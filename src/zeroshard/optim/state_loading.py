@@ -190,7 +190,7 @@ def scalars_for(run: Run, options: Options, saved: SavedState) -> State:
     `step` on the host unless the optimizer is fused or capturable (their kernels would take a host pointer for a device pointer).
     """
     on_device = run.tensor is not None and bool(options.get("fused") or options.get("capturable"))
-    found = {key: run.rested(value) for key, value in saved.scalars.items()}
+    found = {key: run.mark(value) for key, value in saved.scalars.items()}
     for key, value in found.items():
         if isinstance(value, Tensor):
             to_device = run.tensor is not None and (on_device or key != "step")

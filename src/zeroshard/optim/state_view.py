@@ -158,7 +158,7 @@ def entries_of(core: OptimizerCore, param: Tensor) -> State:
 
 def _view(core: OptimizerCore, run: Run, index: int, value: object, whole: type[Tensor]) -> Any:
     if not run.holds(value):
-        return run.shown(value)
+        return run.unmark(value)
     rest, begin = run.place(value, index)
     if not core.replicated:
         return StateHome(run.group.homes[index], rest, begin).tensor()

@@ -187,7 +187,7 @@ class WholeStepper:
         leaf = nn.Parameter(param.view(job.shape))
         leaf.grad = grad.view(job.shape).to(leaf.dtype)
         state: State = {key: value.view((1,) * self._leading(job, key) + job.shape) for key, value in states.items()}
-        state |= fresh({key: job.run.shown(value) for key, value in job.others.items()})
+        state |= fresh({key: job.run.unmark(value) for key, value in job.others.items()})
         self.inner.param_groups = [{**fresh(job.options), "params": [leaf]}]
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
@@ -205,7 +205,7 @@ class WholeStepper:
             if leading >= 0 and tuple(value.shape) == (1,) * leading + job.shape and value.dim():
                 self.stacked[key, len(job.shape)] = leading
                 return value.view(job.shape)
-        return job.run.rested(value) if not _is_state(value, job.shape) else value
+        return job.run.mark(value) if not _is_state(value, job.shape) else value
 
     def _leading(self, job: Stepping, key: str) -> int:
         """Return how many leading dimensions of 1 the class gives a state. If no step has shown it (after a load), step zeros."""

@@ -1,11 +1,11 @@
-"""The dry run: two steps of the runtime itself, on imagined ranks and fake tensors. What it holds and does is the plan.
+"""The dry run: two steps of the runtime itself, on an imagined rank and fake tensors. The plan is the record of what it held and did.
 
     model on meta --zs.shard or zs.parallelize--> two steps of one rank --recorder--> Plan
-                     over FakeComm                 first: states are made, the order of units is learnt
-                                                   second: as all that follow
+                     over FakeComm                 first: makes states, records the order of units
+                                                   second: is as all further steps
 
-Sizes, collectives, copies and their order are those of a real run, but tensors have no values: what depends on values (routing of
-experts, dropped tokens) is not seen.
+Sizes, collectives, copies and their order are those of a real run, but tensors have no values: a plan does not contain what depends
+on values, as the routing of experts and dropped tokens.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _check_options(axes: Mapping[str, int], parallel: Mapping[str, Any], checkpo
 
 
 def _check_names(what: str, given: object, verb: Callable, apart: tuple[str, ...]) -> None:
-    """Refuse a name in `given` that is no parameter of `verb`, a function of zs, or is in `apart`: those `plan` passes itself."""
+    """Refuse a name in `given` that is no parameter of `verb`, a function of zs, and those in `apart`, which `plan` passes itself."""
     known = [name for name in inspect.signature(verb).parameters if name not in apart]
     if not isinstance(given, Mapping):
         raise ConfigError(
@@ -242,9 +242,7 @@ def _built(model_fn: Callable[[], nn.Module]) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"zs.plan: expected a function that returns a torch.nn.Module, got {type(model).__name__}.")
-    if not all(
-        param.is_meta for param in model.parameters()
-    ):  # it was built before: a dry run changes the model that it is given
+    if not all(param.is_meta for param in model.parameters()):  # the function returned a model built before: plan on a copy
         memo: dict[int, object] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             empty = torch.empty_like(tensor, device="meta")
@@ -255,7 +253,7 @@ def _built(model_fn: Callable[[], nn.Module]) -> nn.Module:
 
 @dataclass
 class _Run:
-    """Two steps of one rank. make_model: makes the model with its values (`whole`). real: ranks and tensors are not imagined."""
+    """Two steps of one rank. make_model: function that makes the model with its values (with `whole`). real: on real ranks and tensors."""
 
     model: nn.Module
     axes: dict[str, int]
@@ -468,7 +466,7 @@ def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _follow(unit: Unit, recorder: Recorder) -> Iterator[RemovableHandle]:
-    """Hook a unit's modules (for forward) and their outputs' gradients (for backward) to tell the recorder that the rank is in it."""
+    """Register hooks that tell the recorder when the rank enters a unit: on its modules, and on the gradients of their outputs."""
     name = unit.name
 
     def enters(module: nn.Module, args: object) -> None:

@@ -4,9 +4,10 @@
     at rest      c0 ..... c255 s | c0 ..... c255 s |    int8: 260 bytes for 256 elements
 
 A code is a small floating-point number, so levels are close to each other near zero, as in the dynamic maps of 8-bit Adam
-(Dettmers et al., arXiv 2110.02861, section 1.3). With e bits of exponent and m of mantissa, by the scale of its block:
+(Dettmers et al., arXiv 2110.02861, section 1.3). A level times the scale of its block is the decoded value. The formats have these
+bits, distances of neighbouring levels by their value, and ratios of the largest level to the smallest that is not zero:
 
-                 exponent, mantissa   distance of levels        largest / smallest level but zero
+                 exponent, mantissa   distance                  largest / smallest
     int8  first moments     3, 4      1/32 to 1/16 of a value   2.0e3, and zero
           squares           4, 4      the same                  1.0e6
     fp8   first moments     4, 3      1/16 to 1/8               2.5e5
@@ -17,11 +18,11 @@ A code is a small floating-point number, so levels are close to each other near 
 Levels of second moments lie half a step higher, so that none is zero: a second moment that is rounded to zero would let the next
 update explode (Li et al., arXiv 2309.01507, section 4.1).
 
-The exponents are the lowest of a half-precision number's. So a processor's conversion between fp32 and fp16 does most of the
-work, and 16-bit integers the rest; powers, roots and tables take several times as long (docs/log.md).
+A level is a half-precision number with one of the lowest exponents. So the processor's conversion between fp32 and fp16 does most
+of the work, and 16-bit integers the rest; powers, roots and tables take several times as long (docs/log.md).
 
-A scale is cut to 12 significant bits, and multiplied by a level without rounding. So decoded values are encoded to the same bytes
-again: the largest value of a block gives the same scale.
+A scale is cut to 12 significant bits, so that its product with a level is exact. Then decoded values are encoded to the same bytes
+again, since the largest value of a block gives the same scale.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ def labelled_column(name: str, label: str) -> StateColumn:
 
 @dataclass(frozen=True)
 class Formats:
-    """Maker of columns (StatePlan.make): those that the optimizer's class declares, else a format by name, or the same for all."""
+    """Function from the name of a state to its column (StatePlan.make).
+
+    The column is that of `declared`, by the optimizer's class; else one in the format that `by_name` has, else in `others`.
+    """
 
     declared: tuple[StateColumn, ...] = ()
     by_name: tuple[tuple[str, StateFormat], ...] = ()
@@ -99,7 +103,7 @@ class Formats:
 
 
 def _bf16_noisy(values: Tensor, noise: Tensor) -> Tensor:
-    """Round fp32 values to bf16 at random: noise (n,), from 0 to 1, is added to the 16 bits that go."""
+    """Round fp32 values to bf16 at random: noise (n,), from 0 to 1, is added to the lower 16 bits, which are then cut off."""
     bits = values.float().view(torch.int32) + (noise * 65536).to(torch.int32)
     return (bits & -65536).view(torch.float32).to(torch.bfloat16)
 
@@ -123,7 +127,7 @@ class _Memory(NamedTuple):
     scales: Tensor
     bits: Tensor  # of `scales`, int32
     inverse: Tensor
-    # numbers as tensors: torch takes twice as long to start an operator with a number of Python
+    # constants as tensors: torch takes twice as long to start an operator with a Python number
     factor: Tensor
     cut: Tensor
     unit: Tensor
@@ -135,9 +139,10 @@ class _Memory(NamedTuple):
 
 
 class FloatCodec(Codec):
-    """Codec of blocks of `block` elements. squares: of values of at least 0, with no level at zero.
+    """Codec of blocks of `block` elements. squares: values are at least 0, and no level is zero.
 
-    exponent, mantissa: the bits of a code that have these parts of a number; values that are no squares have one more, the sign.
+    exponent, mantissa: number of bits of a code for these parts of a number. Codes of values that are no squares have a further bit,
+    the sign.
     """
 
     def __init__(self, block: int, exponent: int, mantissa: int, squares: bool) -> None:
@@ -148,14 +153,15 @@ class FloatCodec(Codec):
         self.values = self.codes_nbytes + _SCALE_NBYTES
         self.shift = 10 - mantissa  # bits of a half number's mantissa that a code lacks
         self.unused = unused = 0 if squares else 5 - exponent  # bits of a half number's exponent that are always 0
-        # of a code's last bit; half of it; the sign; a multiplier by which unused bits go; the bits below a code after that; the
-        # bits that stay when a code with a sign has become 16 bits
+        # as the last fields of _Memory. unit: a code's last bit in a half number; middle: half of it; sign: the bit of the sign;
+        # aligned: a factor that shifts the unused bits out; below: number of bits below a code after that; kept: the bits that
+        # are valid after a code with a sign was widened to 16 bits
         self.constants = (
             1 << self.shift, 1 << self.shift - 1, -1 << 15, 1 << unused, self.shift + unused, (-1 << 15) + (1 << 10 + exponent) - 1
         )  # fmt: skip
         # the largest level as a half number, whose exponent 31 would be infinity; the levels of squares lie half a step higher
         self.top = (2 - 2.0 ** -(mantissa + squares)) * 2.0 ** (min(2**exponent - 1, 30) - 15)
-        self.factor = (1 + 2.0**-18) / self.top  # scales, which are cut, stay the same if the largest value is rounded
+        self.factor = (1 + 2.0**-18) / self.top  # so that a scale, after the cut, is the same for decoded values
 
     def encode(self, values: Tensor) -> Tensor:
         """Return the bytes at rest of whole blocks, each value rounded to the nearest level."""

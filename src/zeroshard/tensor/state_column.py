@@ -19,11 +19,9 @@ from torch import Tensor
 
 from ..utils.torch_compat import FakeTensor
 
-_MOST_KEPT = (
-    1 << 19
-)  # elements of scratch memory that a thread keeps: more than a chunk has; whole shards get memory of their own
-Views = TypeVar("Views")
+_MOST_KEPT = 1 << 19  # elements of scratch memory that a thread keeps, more than a chunk has; whole shards get new memory
 _MOST_ELEMENTS = 4096  # of one block: a step on the host works on slabs that begin at multiples of this
+Views = TypeVar("Views")
 
 
 def _as_it_is(values: Tensor) -> Tensor:
@@ -31,7 +29,7 @@ def _as_it_is(values: Tensor) -> Tensor:
 
 
 class Codec(Protocol):
-    """Encoding and decoding from memory to memory, in which a step opens and closes chunks."""
+    """Encoding and decoding between given tensors, without new memory, as a step opens and closes its chunks."""
 
     def views(self, coded: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes and the scales of whole blocks at rest, each (blocks, ...), in the memory of `coded`."""
@@ -44,9 +42,10 @@ class Codec(Protocol):
 
 
 class Scratch:
-    """Memory of intermediate values on CPUs, for each thread its own: the C library would map and return it for each chunk.
+    """Memory for intermediate values on CPUs, which each thread keeps: the C library would map and unmap it for each chunk.
 
-    A tensor is valid until the same thread asks for the same name again.
+    A tensor is valid until the same thread asks for the same name again. Tensors of other devices, fake ones, and those of more than
+    _MOST_KEPT elements are new in each call.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class Scratch:
 
     def flat(self, numel: int, name: str, dtype: torch.dtype, beside: Tensor) -> Tensor:
         """Return memory (numel,) on the device of the tensor `beside`, not initialised."""
-        if self._passes(numel, beside):
+        if self._is_not_kept(numel, beside):
             return torch.empty(numel, dtype=dtype, device=beside.device)
         kept: Tensor | None = getattr(self._own, name, None)
         if kept is None or kept.numel() < numel:
@@ -64,7 +63,7 @@ class Scratch:
 
     def kept(self, numel: int, beside: Tensor, make: Callable[[int, Tensor], Views]) -> Views:
         """Return make(numel, beside), views of this memory for chunks of `numel` elements; the same ones at the next call."""
-        if self._passes(numel, beside):
+        if self._is_not_kept(numel, beside):
             return make(numel, beside)
         made: dict[int, Views] = self._own.__dict__.setdefault("(made)", {})
         if numel not in made:
@@ -74,7 +73,7 @@ class Scratch:
         return made[numel]
 
     @staticmethod
-    def _passes(numel: int, beside: Tensor) -> bool:
+    def _is_not_kept(numel: int, beside: Tensor) -> bool:
         return numel > _MOST_KEPT or not beside.is_cpu or isinstance(beside, FakeTensor)
 
 

@@ -1,7 +1,7 @@
 """Stretches: elements that rest in another form than the optimizer steps, opened and closed chunk by chunk.
 
 at rest   | chunk | chunk | chunk |
-            open |  ^ close                  only one chunk at a time has the optimizer's form, and stays in cache
+            open |  ^ close                  one chunk at a time is in the optimizer's form, small enough for the cache
           fp32 (n,) -> step -> fp32 (n,)
 """
 
@@ -39,7 +39,7 @@ class Stretch(ABC):
 
     @abstractmethod
     def open(self) -> Tensor:
-        """Return the elements (n,) as the optimizer has them: a copy, valid until this thread opens the next stretch of its kind."""
+        """Return the elements (n,) as the optimizer has them: a copy, valid until this thread opens another stretch of this state."""
 
     @abstractmethod
     def close(self, values: Tensor) -> None:
@@ -52,7 +52,7 @@ class Stretch(ABC):
 
 
 class CodedStretch(Stretch):
-    """Elements of a state in whole blocks. noise: for stochastic rounding; its elements count from `start` on."""
+    """Elements of a state in whole encoded blocks. noise: for stochastic rounding; start: number of the first element in `noise`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class CodedStretch(Stretch):
     def split(self, size: int) -> list[Stretch]:
         if self.views is None:
             return super().split(size)
-        # torch's split makes all views at once: those of chunks, made one by one, take as long as a part of the arithmetic
+        # torch's split makes all views at once; making those of each chunk by itself would take a noticeable part of the step
         parts = zip(
             self.coded.split(self.column.count(size)),
             *(view.split(size // self.column.elements) for view in self.views),
@@ -115,9 +115,9 @@ class CodedStretch(Stretch):
 
 
 class SplitStretch(Stretch):
-    """fp32 values as bf16 numbers (high), rounded to nearest even, and what these lack of the fp32 bits (low), -2^15 to 2^15.
+    """fp32 values as bf16 numbers (high), rounded to nearest even, and the difference of the fp32 bits to these (low), -2^15 to 2^15.
 
-    2^15, which does not fit int16, is that of values half-way between an even bf16 number below them and the next one: these
+    A difference of 2^15 does not fit int16. It occurs for values half-way between an even bf16 number and the next larger one. These
     lose their last bit, so that the bf16 number stays the one to which fp32 masters are rounded.
     """
 

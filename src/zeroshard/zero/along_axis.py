@@ -23,7 +23,7 @@ class Line:
     """
 
     def __init__(self, runtime: Runtime, axis: str, ranks: Parts) -> None:
-        """Open the Comm of the ranks along the axis (collective). ranks: those of every line of the axis."""
+        """Open the Comm of the ranks along the axis (collective). ranks: those of the mesh along each line of it."""
         self.comm, self.everyone = runtime.topology.world.subgroup(ranks, apart=True), runtime.comm
         self._ledger, self._kind = runtime.tiers.ledger, f"all-to-all along {axis}"
         self._held = 0  # bytes of the Comm's memory in the ledger
@@ -64,8 +64,8 @@ def check_axes(model: nn.Module, lines: Mapping[str, Parts]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, AlongAxis) and module.axis not in lines:
             raise ConfigError(
-                f"{name} was divided over the axis {module.axis!r}, which the mesh given to zs.shard has not: pass the whole mesh (mesh=mesh), "
-                f"with an axis named {module.axis!r}."
+                f"{name} was divided over the axis {module.axis!r}, which the mesh given to zs.shard does not have: pass the whole mesh "
+                f"(mesh=mesh), with an axis named {module.axis!r}."
             )
 
 

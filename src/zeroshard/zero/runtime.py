@@ -61,7 +61,7 @@ class Runtime:
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
-        self.reductions = Reductions(units, config, comm, self._poll, self.attendance, self.frozen)
+        self.reductions = Reductions(units, config, comm, self._read_ahead, self.attendance, self.frozen)
         self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
         self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
         self.sync = True  # False inside zs.accumulate
@@ -272,7 +272,7 @@ class Runtime:
         self.attendance.gather(unit)
         unit.ready()
         unit.entries.swap_in()
-        self._poll()  # the optimizer's transfers for its next step on the host go on meanwhile
+        self._read_ahead()  # the optimizer's transfers for its next step on the host go on meanwhile
         self.prefetcher.ahead(training)  # gathers and fetches run while this unit computes
 
     def _take_part(self, visit: Visit | None) -> None:
@@ -475,9 +475,9 @@ class Runtime:
             self.account.share = self.attendance.share
             self._scale_gradients(1.0 / self.account.share)
 
-    def _poll(self) -> None:
+    def _read_ahead(self) -> None:
         if self.optimizer is not None:
-            self.optimizer.core.poll()
+            self.optimizer.core.read_ahead()
 
     # -- gradients held back -----------------------------------------------------------------------------------
 

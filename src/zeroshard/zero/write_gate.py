@@ -52,4 +52,4 @@ class WriteGate:
         """Prepare for a write, other than by a step, to values of `units`, to masters or to states."""
         self.wait(*units)
         if self.stepper is not None:
-            self.stepper.forget()
+            self.stepper.drop_ahead()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...memory.io.tensor_reader import Stored, StoredTensor, Stretch
+from ...memory.io.tensor_reader import Stored, StoredRange, StoredTensor
 from ...utils import torch_compat
 from ...utils.torch_compat import FakeTensorMode
 from ..dcp import Window
@@ -77,7 +77,7 @@ class TensorBlob(Stored):
             raise OSError(f"{self.path}: expected {wanted}, found {found!r:.80}")
         return found
 
-    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+    def parts(self, start: int, out: Tensor) -> Iterator[StoredRange]:
         """Yield the stretches of the tensor in the blob."""
         return self._at.parts(start, out)
 

@@ -1,8 +1,8 @@
-"""deepspeed.moe: a layer of experts. Each token goes to its k most probable ones, and a loss keeps their loads alike.
+"""deepspeed.moe: a layer of experts. Each token goes to its k most probable experts; a loss, `l_aux`, is least if all get equally many.
 
 `initialize` divides the experts of a model over neighbouring ranks (ep_size) by `zs.divide_experts`. Choices beyond an expert's
 capacity are dropped before tokens travel. Sources: GShard, arXiv 2006.16668; Switch Transformers, 2101.03961; DeepSpeed-MoE,
-2201.05596. `l_aux` is of this rank's tokens, as in DeepSpeed.
+2201.05596. `l_aux` is computed from this rank's tokens alone, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _output(module: nn.Module, args: object, output: Any) -> Any:
 
 
 class TopKGate(nn.Module):
-    """Chooses experts for tokens: see MoE, whose arguments are its attributes."""
+    """Chooses experts for tokens. Its attributes are arguments of MoE."""
 
     k: int
     min_capacity: int
@@ -45,7 +45,10 @@ class TopKGate(nn.Module):
         self.__dict__.update(options)
 
     def forward(self, hidden: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return (tokens (R,), experts (R,), weights (R,) of the kept choices, l_aux, choices of each expert (E,)) of (S, H)."""
+        """Return (tokens (R,), experts (R,), weights (R,), l_aux, number of choices of each expert (E,)) for tokens (S, H).
+
+        The first three are the choices that are kept. used (S,): 0 for tokens that no expert gets, with k=1.
+        """
         x = hidden.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
             x = x * torch.empty_like(x).uniform_(1 - _JITTER, 1 + _JITTER)
@@ -79,8 +82,8 @@ class TopKGate(nn.Module):
     def _within_capacity(self, gates: Tensor, chosen: Tensor) -> Tensor:
         """Return `chosen` without choices beyond each expert's capacity.
 
-        Kept are, with k=1, random tokens (use_rts) or the first of the batch; with k=2 first choices, then second ones, in the order
-        of the batch; with more the most probable.
+        With k=1 random tokens are kept (use_rts), or the first ones of the batch; with k=2 the first choices of tokens before second
+        ones, each in the order of the batch; with larger k the most probable choices.
         """
         count, _, experts = chosen.shape
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
@@ -110,7 +113,7 @@ class MOELayer(nn.Module):
 
 
 class MoE(nn.Module):
-    """A layer of `num_experts` copies of a module. A call returns (output, l_aux, choices of each expert)."""
+    """A layer whose experts are `num_experts` copies of a module. It returns (output, l_aux, number of choices of each expert)."""
 
     def __init__(
         self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, k: int = 1, capacity_factor: float = 1.0,
@@ -118,15 +121,15 @@ class MoE(nn.Module):
         drop_tokens: bool = True, use_rts: bool = True, use_tutel: bool = False, enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True,
     ) -> None:  # fmt: skip
-        """Make the layer, with all experts; `deepspeed.initialize` leaves each rank its own.
+        """Make the layer with all experts; `deepspeed.initialize` later drops those of other ranks.
 
         Args:
             ep_size: number of neighbouring ranks over which experts are divided.
-            k: experts of a token. One of k=1 is weighted by its probability, several by their probabilities, divided by the sum.
-            capacity_factor, eval_capacity_factor: an expert takes at most factor * k * tokens / num_experts choices of a rank's
-                tokens, in training and in evaluation, but at least min_capacity. drop_tokens=False: all.
-            use_rts: with k=1 what is dropped is chosen at random.
-            use_residual: add to each output that of a further copy, which all tokens pass, in learned shares.
+            k: number of experts of a token. Their outputs are weighted by their probabilities; if k > 1, divided by the sum of these.
+            capacity_factor, eval_capacity_factor: in training, and in evaluation, an expert takes at most the larger of min_capacity
+                and factor * k * tokens / num_experts choices of a rank's tokens. drop_tokens=False: all choices.
+            use_rts: with k=1 the choices to drop are selected at random.
+            use_residual: mix the output with that of one further copy, which computes all tokens, in learned shares.
             noisy_gate_policy: in training: "Jitter" multiplies inputs of the gate by noise; "RSample" (k=1) adds noise to logits.
             use_tutel: no effect. top2_2nd_expert_sampling: with k=2 the second expert is drawn by its probability.
 
@@ -169,7 +172,8 @@ class MoE(nn.Module):
 def ranks_of(model: nn.Module, ranks: int, cut: bool) -> int:
     """Return the number of ranks over which the experts of a model are divided; 1: they are not.
 
-    cut: there are other axes than data parallelism over all ranks. Raises DeepSpeedConfigError if that, or the number, does not fit.
+    cut: whether other axes than data parallelism divide the ranks. Raises DeepSpeedConfigError if experts cannot be divided then,
+    or not over this number of ranks.
     """
     sizes = {module.ep_size for module in model.modules() if isinstance(module, MoE)} or {1}
     if len(sizes) > 1 or ranks % max(sizes):
@@ -185,7 +189,7 @@ def ranks_of(model: nn.Module, ranks: int, cut: bool) -> int:
 
 
 def divide(model: nn.Module, line: DeviceMesh) -> None:
-    """Leave each rank along an axis its experts of all MoE layers, in place. Raises ConfigError if they can not be divided."""
+    """Divide the experts of all MoE layers over the ranks of an axis, in place. Raises ConfigError if they can not be divided."""
     from ...parallel.experts import divide_experts
 
     names = [f"{name}.deepspeed_moe.experts".lstrip(".") for name, module in model.named_modules() if isinstance(module, MoE)]

@@ -4,8 +4,9 @@
     engine, *_ = deepspeed.initialize(model=net, config=config)     # a PipelineEngine (pipe_engine.py)
     loss = engine.train_batch(iter(loader))
 
-A layer is named by its number among all layers ("7.weight"), a tied one by its key ("tied_modules.embedding.weight"): a checkpoint
-loads at another number of stages. It is called with what the layer before it has returned: a tensor, or a tuple as one argument.
+Parameters are named by the number of their layer among all layers ("7.weight"), those of a tied layer by its key
+("tied_modules.embedding.weight"), so that a checkpoint loads at another number of stages. A layer is called with the output of the
+layer before it: a tensor, or a tuple as one argument.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from .utilities import set_random_seed
 
 
 class PipelineError(Exception):
-    """Raised for uses of a PipelineModule, or of its engine, that a pipeline does not have."""
+    """Raised for calls of a PipelineModule, or of its engine, that a pipeline does not support."""
 
 
 def check_config(config: DeepSpeedConfig, stages: int) -> None:
-    """Raise DeepSpeedConfigError for what a pipeline of several stages does not have."""
+    """Raise DeepSpeedConfigError for options that a pipeline does not support."""
     if config.float16_config.enabled and stages > 1:
         raise DeepSpeedConfigError(
             "fp16.enabled with pipeline stages, each of which would have a loss scale of its own: use bf16."
@@ -41,7 +42,7 @@ def check_config(config: DeepSpeedConfig, stages: int) -> None:
 
 
 class LayerSpec:
-    """A layer that is built, as typename(*module_args, **module_kwargs), on the ranks of its stage alone."""
+    """A layer that only the ranks of its stage build, as typename(*module_args, **module_kwargs)."""
 
     def __init__(self, typename: type[nn.Module], *module_args: object, **module_kwargs: object) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -58,7 +59,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose parameters are those of all layers of the same key.
+    """A layer that shares its parameters with all layers of the same key.
 
     forward_fn: called as forward_fn(module, input) in the place of the module. tied_weight_attr: names of the parameters that are
     tied if the layers are of different classes; of one class, all parameters are.
@@ -88,11 +89,11 @@ class PipelineModule(nn.Module):
         """Build this rank's layers. With a topology, `num_stages` is its number of ranks along "pipe".
 
         Args:
-            partition_method: what is divided evenly over stages: "parameters" (trained ones), "uniform" (layers), or "type:REGEX"
-                (layers whose class's name the expression matches, in any case).
+            partition_method: each stage gets about equally many of: "parameters" (trained ones), "uniform" (layers), or "type:REGEX"
+                (layers in the names of whose classes the expression is found, in any case).
             activation_checkpoint_interval: number of layers of a stage that are recomputed together in backward; 0: none are.
-            seed_layers: call seed_fn(base_seed + number of the layer) before a layer is built, and before each call of it in
-                training with another seed for each micro-batch. seed_fn: None: seeds random, numpy and torch.
+            seed_layers: call seed_fn(base_seed + number of the layer) before a layer is built, and call seed_fn before each call of the
+                layer in training, with another seed for each micro-batch. seed_fn: None: seed random, numpy and torch.
             checkpointable_layers: names of the classes that may be recomputed. None: groups of layers with parameters.
             dynamic_shape: no effect: micro-batches of a step have one shape, and those of another step may have another.
 
@@ -117,9 +118,8 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers, self.dynamic_shape, self.micro_offset = checkpointable_layers, dynamic_shape, 0
-        self.load: Callable[[Any], Any] | None = (
-            None  # set by the engine, at the first stage: number of a micro-batch -> its inputs
-        )
+        # set by the engine at the first stage: function from the number of a micro-batch to its inputs
+        self.load: Callable[[Any], Any] | None = None
         self._layer_specs = list(layers)
         self.parts = self._divide(partition_method.lower())
         self._local_start, self._local_stop = self.parts[self.stage_id : self.stage_id + 2]
@@ -133,7 +133,7 @@ class PipelineModule(nn.Module):
     # -- the layers ----------------------------------------------------------------------------------------------
 
     def _divide(self, method: str) -> list[int]:
-        """Return the first layer of each stage, and the number of layers."""
+        """Return the number of the first layer of each stage, and at the end the number of all layers."""
         count, stages = len(self._layer_specs), self.num_stages
         if count < stages:
             raise RuntimeError(f"{count} layers for {stages} stages: each stage needs one at least")
@@ -152,7 +152,7 @@ class PipelineModule(nn.Module):
 
     @staticmethod
     def _trained(layer: object) -> int:
-        """Return the trained parameters of a layer. A LayerSpec is built, with random numbers as in DeepSpeed, and dropped."""
+        """Return the number of trained parameters of a layer. A LayerSpec is built for it, which draws random numbers as in DeepSpeed."""
         module = layer.build() if isinstance(layer, LayerSpec) else layer
         return sum(p.numel() for p in module.parameters() if p.requires_grad) if isinstance(module, nn.Module) else 0
 

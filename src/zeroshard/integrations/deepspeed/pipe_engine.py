@@ -4,8 +4,8 @@
     of a stage in between       no data                                                         F0 F1 ...
     rank of the last stage      next(data_iter) for each micro-batch: its labels                   F0 B0 F1 B1 ...
 
-Inputs and labels stay where they are loaded: what zs.Pipeline divides into micro-batches is their numbers, and the first stage and
-the loss look up what a number stands for. So a micro-batch may be any tuple of tensors, also without a common number of rows.
+Inputs and labels stay on the ranks that have read them. zs.Pipeline gets the numbers of the micro-batches as its input, and the first
+stage and the loss look up the inputs and labels of a number. So a micro-batch may be any tuple of tensors, also of different lengths.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PipelineEngine(DeepSpeedEngine):
         interval = self._config.pipeline.activation_checkpoint_interval
         if interval > 0:
             module.set_checkpoint_interval(interval)
-        # in 1F1B all stages are busy with micro-batches of their own, which needs as many as there are stages
+        # 1F1B needs as many micro-batches as there are stages, since all stages compute different ones at a time
         schedule = "1F1B" if self.micro_batches >= self.num_stages else "GPipe"
         self.pipeline = Pipeline(
             module, module._grid.mesh[PP], micro_batches=self.micro_batches, loss=self._score, schedule=schedule
@@ -86,7 +86,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.batch_fn = fn
 
     def _read(self, iterator: Iterator[Any] | None, count: int, what: str) -> str:
-        """Read `count` micro-batches, and return the shapes and dtypes that all ranks have (collective).
+        """Read `count` micro-batches, and return a text with the shapes and dtypes of all ranks (collective).
 
         Raises StopIteration on every rank if the data of one have ended, and ZeroshardError if one could not read.
         """
@@ -122,7 +122,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _to_device(self, batch: Any) -> Any:
         batch = self.batch_fn(batch) if self.batch_fn is not None else batch
         inputs, labels = (tuple(part) if isinstance(part, list) else part for part in batch)
-        dtype = self._config.model_dtype  # as a model of zs.shard gets its inputs
+        dtype = self._config.model_dtype  # zs.shard casts the inputs of a model, which here are the micro-batches' numbers
         moved = map_tensors(lambda x: x.to(self.device, dtype if follows_precision(x.dtype) else x.dtype), inputs)
         return moved, map_tensors(lambda x: x.to(self.device), labels)
 
@@ -131,8 +131,8 @@ class PipelineEngine(DeepSpeedEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on `gradient_accumulation_steps` micro-batches, (inputs, labels) each, and step the optimizer (collective).
 
-        data_iter: read on the ranks of the first and the last stage, which read the same; None: what `set_dataloader` was given.
-        Return the mean loss over micro-batches and data-parallel ranks. Raises StopIteration, on every rank, when data end.
+        data_iter: an iterator that the ranks of the first and of the last stage read, which must yield the same on both; None: the
+        loader given to `set_dataloader`. Return the mean loss over micro-batches and data-parallel ranks. Raises StopIteration, on every rank, when data end.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
@@ -156,9 +156,9 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> Any:  # fmt: skip
         """Run the forward of `num_micro_batches` (None: as many as in a step) micro-batches (collective).
 
-        Return the mean loss over micro-batches and data-parallel ranks, on every rank, or with bcast_loss=False on those of the last
-        stage (others: None). compute_loss=False: of the outputs instead of losses, at the last stage. reduce_output=None: a list with
-        the value of each micro-batch, at the last stage. return_logits: return a pair with the last micro-batch's outputs as well.
+        Return the mean loss over micro-batches and data-parallel ranks. With bcast_loss=False, compute_loss=False or
+        reduce_output=None only ranks of the last stage return a value, others None. compute_loss=False: the mean of the outputs.
+        reduce_output=None: a list with the value of each micro-batch. return_logits: a pair (value, outputs of the last micro-batch).
         """
         if reduce_output not in ("avg", None):
             raise NotImplementedError(f"reduction type {reduce_output} not supported.")

@@ -1,6 +1,6 @@
 """AutoTP: `{"tensor_parallel": {"autotp_size": N}}` and `deepspeed.tp_model_init` cut layers over N neighbouring ranks.
 
-`initialize` cuts a model by its own plan, or its family's (`zs.styles_for`); embedding and head stay whole on every rank.
+`initialize` cuts a model by the styles that `zs.styles_for` finds for it; embedding and head stay whole on every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIZE = "_zeroshard_tp_size"  # attribute of a model that `tp_model_init` was gi
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: object = None, **kwargs: Any) -> nn.Module:
-    """Note that `initialize` shall cut the model's layers over `tp_size` ranks; return the model, cast to `dtype`.
+    """Record that `initialize` is to cut the model's layers over `tp_size` ranks; return the model, cast to `dtype`.
 
     config: no effect. Raises DeepSpeedConfigError for a size below 1, and for tp_group: groups are those of neighbouring ranks.
     """
@@ -31,7 +31,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: ob
 
 
 def ranks_of(model: nn.Module, given: object, mpu: object, ranks: int) -> int:
-    """Return the number of ranks that share a layer; 1: none do. Raises DeepSpeedConfigError if it does not fit."""
+    """Return the number of ranks over which layers are cut; 1: they are not. Raises DeepSpeedConfigError for a number that is wrong."""
     section: Any = read_config(given).get("tensor_parallel") or {}
     asked: Any = section.get("autotp_size", 0) if isinstance(section, Mapping) else section
     noted = model.__dict__.get(_SIZE, 0)
@@ -41,7 +41,7 @@ def ranks_of(model: nn.Module, given: object, mpu: object, ranks: int) -> int:
     size = asked or noted or 1
     if size > 1 and (mpu is not None or isinstance(model, PipelineModule)):
         raise DeepSpeedConfigError(
-            'tensor_parallel.autotp_size with an mpu, or a PipelineModule: leave the mpu out; zs.parallelize has ("pp", "dp", "tp").'
+            'tensor_parallel.autotp_size with an mpu, or a PipelineModule: leave the mpu out; zs.parallelize takes a mesh ("pp", "dp", "tp").'
         )
     if ranks % size:
         raise DeepSpeedConfigError(f"tensor_parallel.autotp_size = {size}: expected a divisor of the {ranks} ranks.")

@@ -21,7 +21,7 @@ from ...utils import torch_compat
 ALIGN = 4096  # a multiple of every usual logical block size
 _HUGE_NBYTES = 4 << 20  # two huge pages: a smaller block may contain no aligned one
 _MAP_NBYTES = 1 << 16  # from this size on memory is a mapping of its own, exact in size; below, a slice of a larger tensor
-_TOGETHER = 8  # number of tensors that one loop may read in step: parameters, gradients, masters, states, and two more
+_TOGETHER = 8  # number of tensors that one loop reads at the same positions: parameters, gradients, masters, states, and two more
 _marks: deque[int] = deque(maxlen=_TOGETHER - 1)  # `way_mark` of the newest large tensors
 _marking = threading.Lock()
 _told_unpinned = False  # True once a line was printed about memory that can not be pinned
@@ -72,9 +72,9 @@ def _apart(address: int) -> int:
     """Return the bytes to skip at `address`, so that the tensor's `way_mark` differs from those of the newest tensors.
 
     AMD's processors select a way of the first-level cache by a hash of the address, of eight bits (Lipp et al., Take A Way,
-    2020; Zen's, as measured on an EPYC). Tensors with equal hashes that are read in step evict each other: where columns of
-    256 MiB were mapped one behind the other, Adam took five to six times as long (docs/log.md). On other processors the
-    distance costs nothing.
+    2020; Zen's, as measured on an EPYC). Tensors with equal hashes that a loop reads at the same positions evict each other: where
+    columns of 256 MiB were mapped one behind the other, Adam took five to six times as long (docs/log.md). On other processors
+    the skipped bytes cost nothing.
     """
     with _marking:
         for begin in range(0, _TOGETHER * ALIGN, ALIGN):

@@ -322,7 +322,7 @@ _Piece = tuple[Handle, int, int, bool]  # bytes [start, end) of the request's fi
 
 
 class _Mover:
-    """Moves pieces in one thread; owns the thread's bounce buffer."""
+    """Moves the pieces that one thread takes, and has the thread's bounce buffer."""
 
     def __init__(self, calls: Syscalls) -> None:
         self.calls = calls
@@ -420,8 +420,9 @@ class _Mover:
 class _Tasks:
     """The queue from which an engine's threads take their work: reads first, each kind in order of arrival.
 
-    A caller needs a read's values soon, but waits for a write only when it needs the memory again. Further reads need that
-    memory, too, so writes can not starve where memory is bounded. (In order of arrival, a step's last read took 180 ms, not 35.)
+    A caller needs a read's values soon, but waits for a write only when it needs the memory again. Writes are not delayed for ever if
+    memory is bounded, since further reads need the memory that the writes hold. (If reads did not go first, a step's last read
+    took 180 ms, not 35.)
 
     Threads: any may `put` and `get`. A token follows each task into the queue, so a thread that gets one finds a task.
     """

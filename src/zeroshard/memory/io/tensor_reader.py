@@ -1,7 +1,7 @@
 """Tensors in files, of which any flat range can be read, however the elements are spread over files.
 
-    parts(start, out)   yields the ranges of contiguous stored tensors, and the part of `out` that each fills
-    read(start, out)    reads those ranges from the files, at once
+    parts(start, out)   yields ranges of contiguous stored tensors, each with the part of `out` that it fills
+    read(start, out)    reads these ranges from the files, one after another
 
 checkpoint/bulk_reader.py, which reads many tensors together, uses `parts`.
 """
@@ -28,7 +28,8 @@ from .aligned import bytes_of
 
 CHUNK_NBYTES = 16 << 20  # number of bytes read, and converted, at a time
 _COMPARED_NUMEL = 1 << 20  # number of elements compared at a time
-Stretch = tuple[Any, int, Tensor]  # (object with `fill`, first of its elements, the part of `out` that they fill)
+# elements of a stored tensor to be read: (object with `fill`, number of the first of its elements, the part of `out` that they fill)
+StoredRange = tuple[Any, int, Tensor]
 
 
 class Bulk(Protocol):
@@ -49,8 +50,8 @@ class Stored:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Yield the stretches where elements [start, start + n) of the flattened tensor are stored, for `out` (n,).
+    def parts(self, start: int, out: Tensor) -> Iterator[StoredRange]:
+        """Yield the ranges in which elements [start, start + n) of the flattened tensor are stored, for `out` (n,).
 
         Raises OSError where the tensor has no such elements: the bytes behind it in a file are another tensor's.
         """
@@ -60,12 +61,12 @@ class Stored:
             raise OSError(f"{where}expected elements {start} to {stop} of a tensor, it has {self.numel}")
         yield from self._parts(start, out)
 
-    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Yield the stretches for `parts`, which has checked the range."""
+    def _parts(self, start: int, out: Tensor) -> Iterator[StoredRange]:
+        """Yield the ranges for `parts`, which has checked start and stop."""
         yield self, start, out
 
     def fill(self, start: int, out: Tensor) -> None:
-        """Fill `out` (n,) with elements from `start` on, converted to its dtype. For stretches of `parts` only."""
+        """Fill `out` (n,) with elements from `start` on, converted to its dtype. For ranges that `parts` has yielded only."""
         raise NotImplementedError
 
     def read(self, start: int, out: Tensor) -> None:
@@ -113,17 +114,17 @@ class StoredTensor(Stored):
 
 @dataclass(frozen=True)
 class StoredStretches(Stored):
-    """A tensor stored in stretches.
+    """A tensor whose flattened elements are stored as stretches of other stored tensors.
 
-    stretches: (first element in the flattened tensor, first in the stored one, count, the stored tensor), in order.
+    stretches: (first element in the flattened tensor, first one in the stored tensor, count, the stored tensor), in order.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stretches: list[tuple[int, int, int, Stored]]
 
-    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Yield the stretches of each tensor that has some of the elements. Raises OSError where an element is in none."""
+    def _parts(self, start: int, out: Tensor) -> Iterator[StoredRange]:
+        """Yield the ranges of each tensor that has some of the elements. Raises OSError where an element is in none."""
         done, number = 0, max(bisect_right(self.stretches, start, key=itemgetter(0)) - 1, 0)
         while done < out.numel():
             if number == len(self.stretches):
@@ -150,7 +151,7 @@ class StoredBoxes(Stored):
         rows = [(at, within, count, stored) for box, stored in self.boxes for at, within, count in box.rows(self.shape) if count]
         return StoredStretches(self.dtype, self.shape, sorted(rows, key=itemgetter(0)))
 
-    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+    def _parts(self, start: int, out: Tensor) -> Iterator[StoredRange]:
         return self.rows._parts(start, out)
 
 
@@ -194,8 +195,8 @@ class StoredPart(Stored):
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.part.extents
 
-    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Yield the stretches of the whole tensor that hold the elements of this part."""
+    def _parts(self, start: int, out: Tensor) -> Iterator[StoredRange]:
+        """Yield the ranges of the whole tensor that hold the elements of this part."""
         flat, stop = self.part.unpacked, start + out.numel()
         for at, within, count in flat.box.rows(flat.whole_shape, start, stop):
             first, last = max(within, start), min(within + count, stop)

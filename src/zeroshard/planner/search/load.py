@@ -1,11 +1,13 @@
-"""The load of a step by formulas: its tasks without their order, alike ones once with the number of times that a rank does them.
+"""The load of a step by formulas: its tasks without their order, each distinct one with the number of times that a rank does it.
 
     forward of a block, 40 times | gather of a block, 81 times | ...        of each micro-batch
     reduction of a block, 40 times | step of a shard | ...                  of a step
 
-A search leaves out what can not be fast by these sums, and runs of systems that this library does not run are timed by them
-(benchmarks/papers). The seconds of a step of this library are those of a dry run, in the runtime's own order
-(`Request.simulated`).
+The search excludes layouts that cannot be fast by these sums. Published runs of systems other than this library are timed by them
+(benchmarks/papers). The seconds of a step of this library are those of a dry run, in the runtime's own order (`Request.simulated`).
+
+Words, from profile.py: a *unit* is a part of the model that a forward computes; its *home* is the unit of zs.shard that holds its
+parameters. Several units may have one home (tied weights, norms outside of blocks); a forward comes to it once for each, a *visit*.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...config import STAGES, Placement, Tier
 from ...memory.estimate import rests_away
@@ -37,9 +39,9 @@ Part = tuple[Task, int]  # a task, and how often it is done
 
 @dataclass(frozen=True)
 class Load:
-    """The work of one rank of a stage of the pipeline. each: of a micro-batch. once: of a step, for all micro-batches together.
+    """The work of one rank of a stage of the pipeline. each: tasks of every micro-batch. once: tasks of a step besides these.
 
-    trace: without tasks; it says which ranks are a node.
+    trace: a trace without tasks, which determines the ranks of a node.
     """
 
     each: tuple[Part, ...]
@@ -68,26 +70,39 @@ def step_seconds(
 ) -> tuple[float, Resource]:
     """Return the seconds of a step, and the resource that takes most of them.
 
-    beside: whether links work beside computation, so that the busiest of them, or computation, takes the time of forward and
-    backward; else all tasks follow one another. loads: in place of those of `loads_of`. One micro-batch fills a pipeline and
-    empties it; where nothing is sent beside computation, a stage has reduced its gradients before it hands the last one on.
+    beside: whether links work while the device computes; then forward and backward take the time of the busiest link, or of the
+    computation if that is longer. Else all tasks follow one another. loads: in place of those of `loads_of`. The bubble of a pipeline
+    is the time of one micro-batch in all other stages. If nothing is sent beside computation, it includes the reduction of a stage's
+    gradients, which precedes the last message to the next stage.
     """
     beside = beside and layout.prefetch_nbytes is not None
     passes, each, tails, slowest = [], [], [], Resource.DEVICE
     for load in loads or loads_of(profile, layout):
-        chain, once, tail, lanes = _sums(load, hardware, beside)
-        worst = max(lanes, key=lanes.__getitem__, default=Resource.DEVICE)
-        total = load.micro_batches * chain + once
-        slowest = worst if lanes.get(worst, 0.0) > total else Resource.DEVICE
-        passes.append(max(total, lanes.get(worst, 0.0)))
-        each.append(chain if beside else chain + once)
-        tails.append(tail)
+        found = _sums(load, hardware, beside)
+        worst = max(found.lanes, key=found.lanes.__getitem__, default=Resource.DEVICE)
+        total = load.micro_batches * found.micro_batch + found.once
+        slowest = worst if found.lanes.get(worst, 0.0) > total else Resource.DEVICE
+        passes.append(max(total, found.lanes.get(worst, 0.0)))
+        each.append(found.micro_batch if beside else found.micro_batch + found.once)
+        tails.append(found.step)
     between = max(layout.pp - 3, 0) * each[len(each) // 2]  # stages in the middle are alike: one stands for all
     return max(passes) + sum(each) + between - max(each) + max(tails), slowest
 
 
-def _sums(load: Load, hardware: Hardware, beside: bool) -> tuple[float, float, float, dict[Resource, float]]:
-    """Return seconds of the program's own order in a micro-batch, and once; of the optimizer's step; and of each lane in both passes."""
+class _Seconds(NamedTuple):
+    """Seconds of a load's tasks: of a micro-batch; of what else forward and backward do, once a step; of the optimizer's step.
+
+    The first two are of tasks for which the program waits. lanes: of all tasks of forward and backward, by the resource that does them.
+    """
+
+    micro_batch: float
+    once: float
+    step: float
+    lanes: dict[Resource, float]
+
+
+def _sums(load: Load, hardware: Hardware, beside: bool) -> _Seconds:
+    """Add up the seconds of a load's tasks. With `beside` the program waits for computation, and for messages of tp."""
     chain = [0.0, 0.0]
     lanes: dict[Resource, float] = defaultdict(float)
     steps: dict[tuple[bool, Resource], float] = defaultdict(float)
@@ -111,7 +126,7 @@ def _sums(load: Load, hardware: Hardware, beside: bool) -> tuple[float, float, f
                     chain[once] += times * time
     for first in (True, False):
         tail += max((time for (which, _), time in steps.items() if which is first), default=0.0)
-    return chain[0], chain[1], tail, lanes
+    return _Seconds(chain[0], chain[1], tail, lanes)
 
 
 def loads_of(profile: Profile, layout: Layout) -> list[Load]:
@@ -152,7 +167,7 @@ def _sent(profile: Profile, layout: Layout, stage: int) -> tuple[tuple[Part, ...
 
 @functools.lru_cache(maxsize=256)
 def _alike(profile: Profile, pp: int, stage: int) -> tuple[dict[UnitProfile, int], list[tuple[Home, int, int]]]:
-    """Return the units of a stage with their numbers; and its homes, with their numbers and the times that a forward comes to each."""
+    """Return the distinct units of a stage, each with its count; and (home, count, visits of a forward to it) of its distinct homes."""
     units = profile.stages(pp)[stage]
     visits = Counter(unit.home or unit.name for unit in units)
     names = (ROOT, profile.tied)  # others may be alike
@@ -162,7 +177,7 @@ def _alike(profile: Profile, pp: int, stage: int) -> tuple[dict[UnitProfile, int
 
 
 class Sizes:
-    """The elements and bytes of a home that travel, on one rank of a layout.
+    """The elements and bytes of a home that one rank of a layout holds and sends.
 
     shards: elements of the shard of each flat buffer; own: of all. numel: of the whole buffers, with their padding. states: bytes of
     the shards' masters and optimizer states. gather, again, reduce: what is sent, hop after hop, by the first gather of a step, by
@@ -285,9 +300,9 @@ class _Sharding:
         self.once: list[Part] = []
 
     def add(self, home: Home, times: int, visits: int) -> None:
-        """Add homes that are alike, which a forward comes to `visits` times."""
+        """Add `times` homes that are alike; a forward comes to each of them `visits` times."""
         lay, sizes = self.layout, Sizes(self.layout, home)
-        # each flat buffer travels by itself; published systems (rings) have one
+        # each flat buffer is gathered and reduced by itself; published systems (rings) have one buffer for a home
         more = {"messages": 1 if lay.rings else len(sizes.shards)}
         self._gather(sizes, times, visits, more)
         self._reduce(sizes, times, more)
@@ -297,7 +312,7 @@ class _Sharding:
             self.once.append((Task("sum tied", "step", {_to_stages(lay): numel * 4}, axis=PP, peers=2), 1))
 
     def _gather(self, sizes: Sizes, times: int, visits: int, more: Mapping[str, Any]) -> None:
-        """Add the gathers of a home: at each visit of a forward, and once in backward, between whose visits it stays gathered."""
+        """Add the gathers of a home: one for each visit of a forward, and one in backward, in which it stays gathered between visits."""
         lay = self.layout
         if self.row.parameter is not Placement.SHARDED or (lay.shards == 1 and lay.parameter is Tier.DEVICE):
             return
