@@ -49,11 +49,11 @@ class _Attention(TorchFunctionMode):
 # -- a model -------------------------------------------------------------------------------------------------------
 
 
-def check(model: nn.Module, size: int) -> None:
-    """Raise ConfigError if a model can not be sharded over `size` ranks along sp."""
+def check(model: nn.Module) -> None:
+    """Raise ConfigError if a model can not be sharded over ranks along sp."""
     for name, module in model.named_modules():
         if _pretrained(module):
-            transformers_attention.check(name, module, size)
+            transformers_attention.check(name, module)
 
 
 def attach(runtime: Runtime, line: Line) -> None:
