@@ -4,7 +4,8 @@
     keys of the queries                   | k4 k5 k6    the ordinary causal square
 
 On a CPU the two parts are computed one after the other and merged by their log-sum-exps, as in FlashAttention-2 (arXiv 2307.08691,
-section 3.1). On a GPU torch's kernels do it (torch.nn.attention.bias.causal_lower_right), or torch makes a mask where none does.
+section 3.1). On a GPU torch's kernels do it (torch.nn.attention.bias.causal_lower_right). A mask is made where torch has no such
+kernel: with dropout on a CPU, for example.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ def _attend(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the attention. query (B, H, q, D), key and value (B, K, k, D). H is a multiple of K."""
-    plain = query.dtype == key.dtype == value.dtype != torch.float64 and query.shape[-1] == value.shape[-1]
-    plain = plain and query.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-    if plain and not dropout_p and query.shape[2] < key.shape[2]:
+    q, k, on_cpu = query.shape[2], key.shape[2], query.device.type == "cpu"
+    fits = query.dtype == key.dtype == value.dtype != torch.float64 and query.shape[-1] == value.shape[-1]
+    if q < k and on_cpu and fits and not dropout_p and not torch.is_autocast_enabled("cpu"):
         return _LastQueries.apply(query, key, value, scale)
     options: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}  # not all kernels have it
-    bias = causal_lower_right(query.shape[2], key.shape[2])
-    return F.scaled_dot_product_attention(query, key, value, bias, dropout_p, scale=scale, **options)
+    if q == k:
+        return F.scaled_dot_product_attention(query, key, value, None, dropout_p, True, scale=scale, **options)
+    mask = query.new_ones(q, k, dtype=torch.bool).tril(k - q) if on_cpu else causal_lower_right(q, k)
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale, **options)
 
 
 class _LastQueries(torch.autograd.Function):

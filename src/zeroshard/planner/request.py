@@ -68,10 +68,8 @@ class Request:
                 f"mesh: expected tp to divide the {heads} heads of {self.source.name}, got tp={tp}; the nearest: tp={best}."
             )
         along = self.axes.get(SP, 1)
-        if (heads and heads % along) or self.seq % along:
-            raise ConfigError(
-                f"mesh: expected sp to divide the {heads} heads of {self.source.name} and the {self.seq:,} tokens of a sequence, got sp={along}."
-            )
+        if self.seq % along:
+            raise ConfigError(f"mesh: expected sp to divide the {self.seq:,} tokens of a sequence, got sp={along}.")
         if layers and pp > layers:
             raise ConfigError(
                 f"mesh: expected at most {layers} stages, as {self.source.name} has layers, got pp={pp}; the nearest: pp={layers}."
