@@ -28,6 +28,7 @@ from .causal import LAST_QUERIES
 from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
+_BY_MASK = (_EAGER, "flex_attention")  # functions that are told by the mask alone which keys a query sees
 _LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
 _local = threading.local()  # .stack: the _Forward of each running forward of a model, by which masks are made; None: torch's own
@@ -144,14 +145,15 @@ def _mask(function: Callable, **kwargs: Any) -> Any:
         )
         kwargs["allow_is_causal_skip"] = False
     share = forward.sequence.share(heads if isinstance(heads, int) else forward.sequence.size)
-    if len(share.ranks) == forward.sequence.size:
+    if share.groups == 1:
         return function(**kwargs)
-    last = function(**kwargs | {"q_length": 1, "q_offset": whole - 1})
-    if last is None or last.ndim == 2:
-        return last  # the attention function knows what is causal, and takes a mask (B, S) of padding at most
-    rows, of_pair = share.rows(length, kwargs.get("device")), kwargs["mask_function"]
-    kwargs |= {"q_length": len(rows), "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    kwargs["mask_function"] = lambda batch, head, query, key: of_pair(batch, head, rows[query], key)
+    if kwargs["config"]._attn_implementation not in _BY_MASK:
+        last = function(**kwargs | {"q_length": 1, "q_offset": whole - 1})
+        if last is None or last.ndim == 2:
+            return last  # the attention function knows what is causal, and takes a mask (B, S) of padding at most
+    of_pair = kwargs["mask_function"]
+    kwargs |= {"q_length": share.among * length, "allow_is_causal_skip": False}
+    kwargs["mask_function"] = lambda batch, head, query, key: of_pair(batch, head, share.row(query, length), key)
     return function(**kwargs)
 
 
@@ -193,7 +195,7 @@ def _in_runs(name: str, what: str, module: Any, query: Tensor, mask: Any, kwargs
 
     Elsewhere the mask says what each query sees, or it sees all. Raise ConfigError where a function has no such attention.
     """
-    if name in (_EAGER, "flex_attention") or (mask is not None and mask.ndim == 4):
+    if name in _BY_MASK or (mask is not None and mask.ndim == 4):
         return False
     causal, positions = kwargs.get("is_causal"), kwargs.pop("position_ids", None)
     causal = getattr(module, "is_causal", True) if causal is None else causal

@@ -52,17 +52,33 @@ def active_in(module: nn.Module) -> SequenceParallel | None:
 
 
 class Share(NamedTuple):
-    """What a rank computes of an attention: a part of the heads, for the queries of the tokens of `ranks`.
+    """What a rank computes of an attention: a part of the heads, for the queries of the tokens of its group's ranks.
 
-    ranks: those that exchange tokens for heads, in the order of their tokens. place: this rank's index among them.
+    among: number of ranks of a group. place: this rank's index among them, in the order of their tokens. group: number of the
+    group, of `groups`.
     """
 
-    ranks: tuple[int, ...]
+    among: int
     place: int
+    group: int
+    groups: int
+
+    def row(self, query: Any, length: int) -> Any:
+        """Return the index in the sequence of query number `query` (an int or a tensor). length: number of tokens of a rank."""
+        part, within = query // length, query % length
+        turned = (
+            part % 2 * (self.groups - 1 - 2 * self.group)
+        )  # the order of groups turns at each place: 0 1 2, 2 1 0, 0 1 2, ...
+        return (part * self.groups + self.group + turned) * length + within
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those of the group, with which this rank exchanges tokens for heads."""
+        return [self.row(place, 1) for place in range(self.among)]
 
     def heads(self, count: int) -> slice:
         """Return this rank's heads of `count`, or its part of what there is for each head."""
-        own = count // len(self.ranks)
+        own = count // self.among
         return slice(self.place * own, (self.place + 1) * own)
 
     def runs(self, length: int) -> list[tuple[int, int]]:
@@ -71,10 +87,6 @@ class Share(NamedTuple):
         for begin, end in ((rank * length, (rank + 1) * length) for rank in self.ranks):
             bounds = [*bounds[:-1], end] if bounds and bounds[-1] == begin else [*bounds, begin, end]
         return list(zip(bounds[::2], bounds[1::2], strict=True))
-
-    def rows(self, length: int, device: torch.device) -> Tensor:
-        """Return the indices of the queries' tokens in the sequence."""
-        return torch.cat([torch.arange(*run, device=device) for run in self.runs(length)])
 
 
 class SequenceParallel:
@@ -92,11 +104,10 @@ class SequenceParallel:
 
     def share(self, heads: int) -> Share:
         """Return what this rank computes of an attention of `heads` query heads."""
-        groups = self.size // math.gcd(heads, self.size)
+        among = math.gcd(heads, self.size)
+        groups = self.size // among
         place, turn = divmod(self.rank, groups)
-        group = groups - 1 - turn if place % 2 else turn  # the order turns at each place: 0 1 2, 5 4 3, 6 7 8, ...
-        places = range(self.size // groups)
-        return Share(tuple(each * groups + (groups - 1 - group if each % 2 else group) for each in places), place)
+        return Share(among, place, groups - 1 - turn if place % 2 else turn, groups)
 
     # -- all-to-all ------------------------------------------------------------------------------------------
 
@@ -140,8 +151,8 @@ class SequenceParallel:
                 "sequences to themselves, without cross-attention and without a cache of earlier tokens."
             )
         self.calls += 1
-        among, label = len(share.ranks), f"{SP} all-to-all to heads"
-        times, groups = among // math.gcd(key.shape[1], among), self.size // among
+        among, groups, label = share.among, share.groups, f"{SP} all-to-all to heads"
+        times = among // math.gcd(key.shape[1], among)
         if times > 1:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
         if groups == 1:
@@ -154,9 +165,9 @@ class SequenceParallel:
     @torch.compiler.disable
     def to_tokens(self, share: Share, out: Tensor, heads: int, tokens: int) -> Tensor:
         """Return this rank's tokens of all heads, for its heads of its group's tokens. heads, tokens: these dimensions of `out`."""
-        if len(share.ranks) == 1:
+        if share.among == 1:
             return out
-        ranks = None if len(share.ranks) == self.size else share.ranks
+        ranks = None if share.groups == 1 else share.ranks
         return _Swap.apply(self, ranks, tokens, heads, f"{SP} all-to-all to tokens", out)[0]
 
     @property
@@ -211,7 +222,11 @@ class SequenceParallel:
         tokens = key.shape[2]
         mask = None if attn_mask is None else self.mask_of(share, attn_mask, heads, tokens, tokens)
         if mask is not None and mask.ndim > 1 and mask.shape[-2] != query.shape[2]:
-            mask = mask if mask.shape[-2] == 1 else mask.index_select(-2, share.rows(length, mask.device))
+            mask = (
+                mask
+                if mask.shape[-2] == 1
+                else mask.index_select(-2, share.row(torch.arange(query.shape[2], device=mask.device), length))
+            )
         if key.shape[1] == query.shape[1]:
             del options["enable_gqa"]  # not all kernels have it
 
