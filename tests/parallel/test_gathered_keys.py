@@ -11,13 +11,12 @@ from helpers import seeding
 from mesh_kit import on_ranks
 from sequence_kit import (
     LAYERS,
-    SMALL,
-    VOCAB,
     Plain,
     adam,
     assert_equals_one_process,
     batches,
     compare,
+    model_of,
     one_process,
     trained,
     transformers,
@@ -32,33 +31,6 @@ from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 
 DIM = 8  # of a head
-
-
-@functools.cache
-def model_of(kind: str, heads: int, kv: int = 2) -> nn.Module:
-    """kind: a model, or Llama with an attention function."""
-    options = SMALL | {"hidden_size": heads * DIM, "num_attention_heads": heads, "num_key_value_heads": kv}
-    with seeding(0):
-        if kind == "gpt2":
-            off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-            ends = {"bos_token_id": 0, "eos_token_id": 0}
-            return transformers.GPT2LMHeadModel(
-                transformers.GPT2Config(
-                    vocab_size=VOCAB, n_embd=heads * DIM, n_layer=LAYERS, n_head=heads, n_positions=64, **off, **ends
-                )
-            )
-        if kind == "qwen3":
-            return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options, head_dim=DIM))
-        if kind == "gpt_oss":  # attention sinks, windows in every other layer
-            more = {"head_dim": DIM, "num_local_experts": 4, "sliding_window": 4}
-            return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options, **more))
-        if kind == "mistral":
-            return transformers.MistralForCausalLM(transformers.MistralConfig(**options, sliding_window=5))
-        if kind == "bert":
-            options |= {"num_key_value_heads": None, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-            return transformers.BertForMaskedLM(transformers.BertConfig(**options))
-        chosen = {} if kind == "llama" else {"attn_implementation": kind}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, **chosen))
 
 
 @pytest.mark.parametrize(
@@ -259,6 +231,7 @@ def test_bytes_sent_are_those_of_the_formula(heads, kv, size, among):
     def on_rank(rank: int) -> int:
         model, _ = zs.shard(models[rank], None, mesh={"sp": size}, stage=3)
         model(**zs.shard_sequence(batch, model)).loss.backward()
+        assert (f"groups of {among} exchange heads" in str(zs.report(model))) == (among < size)
         return runtime_of(model).tiers.ledger.traffic["all-to-all along sp"].nbytes
 
     tokens = batch["input_ids"].numel() // size

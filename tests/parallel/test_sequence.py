@@ -140,9 +140,10 @@ def _on_processes(rank: int, size: int):
         found = {}
         for backend in ("shared", "dist"):
             patch.setenv("ZEROSHARD_COMM", backend)
-            found[backend] = trained(
-                rank, copy.deepcopy(model_of("llama")), batches(rows=2), {"dp": 2, "sp": 2}, on=mesh, stage=3
-            )
+            model = copy.deepcopy(model_of("llama"))
+            found[backend] = trained(rank, model, batches(rows=2), {"dp": 2, "sp": 2}, on=mesh, stage=3)
+            model = copy.deepcopy(model_of("llama", 6))  # two ranks exchange heads, and keys are gathered
+            found[backend, 6] = trained(rank, model, batches(steps=2), {"sp": 4}, stage=3)
     return found, list(sampler), zs.shard_sequence(torch.arange(8).view(1, 8), mesh).flatten().tolist()
 
 
@@ -150,8 +151,10 @@ def _on_processes(rank: int, size: int):
 def test_processes_over_shared_memory_and_gloo_equal_one_process():
     results = run_processes(_on_processes, 4, timeout_s=300)
     expected = one_process(model_of("llama"), batches(rows=2))
+    gathered = one_process(model_of("llama", 6), batches(steps=2))
     for backend in ("shared", "dist"):
         compare([found[backend] for found, _, _ in results], expected)
+        compare([found[backend, 6] for found, _, _ in results], gathered)
     assert [samples for _, samples, _ in results] == [[0, 2, 4, 6]] * 2 + [[1, 3, 5, 7]] * 2
     assert [tokens for _, _, tokens in results] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
 

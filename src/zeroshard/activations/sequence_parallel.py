@@ -58,7 +58,7 @@ def check(model: nn.Module) -> None:
 
 def attach(runtime: Runtime, line: Line) -> None:
     """Let the attention of a sharded model be over whole sequences. line: the ranks along sp."""
-    sequence, model = SequenceParallel(line), runtime.model
+    sequence, model = SequenceParallel(line, runtime.schedule.note), runtime.model
     handles: list[Any] = [_Detached(model)]
     covered: set[nn.Module] = set()
     for module in model.modules():

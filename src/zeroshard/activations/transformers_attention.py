@@ -184,7 +184,7 @@ def _attend(
 
     with sequence.inside():
         if in_runs:
-            out = sequence.causal(share, length, attend, query, key, value, 1)
+            out = share.causal(length, attend, query, key, value, 1)
         else:
             out = attend(query, key, value)  # (B, S / g, H / u, D)
     return sequence.to_tokens(share, out, 2, 1), None

@@ -66,9 +66,7 @@ class Share(NamedTuple):
     def row(self, query: Any, length: int) -> Any:
         """Return the index in the sequence of query number `query` (an int or a tensor). length: number of tokens of a rank."""
         part, within = query // length, query % length
-        turned = (
-            part % 2 * (self.groups - 1 - 2 * self.group)
-        )  # the order of groups turns at each place: 0 1 2, 2 1 0, 0 1 2, ...
+        turned = part % 2 * (self.groups - 1 - 2 * self.group)  # the order turns at each part: groups 0 1 2, 2 1 0, 0 1 2, ...
         return (part * self.groups + self.group + turned) * length + within
 
     @property
@@ -88,17 +86,31 @@ class Share(NamedTuple):
             bounds = [*bounds[:-1], end] if bounds and bounds[-1] == begin else [*bounds, begin, end]
         return list(zip(bounds[::2], bounds[1::2], strict=True))
 
+    @torch.compiler.disable
+    def causal(
+        self, length: int, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, tokens: int
+    ) -> Tensor:
+        """Return the causal attention of this rank's queries: each run of them attends to the keys before its end.
+
+        attend: function of the queries, keys and values of a run. length: number of tokens of a rank. tokens: dimension of the
+        queries in what it returns.
+        """
+        runs = self.runs(length)
+        queries = query.split([end - begin for begin, end in runs], dim=2)
+        parts = [attend(q, key[:, :, :end], value[:, :, :end]) for q, (_, end) in zip(queries, runs, strict=True)]
+        return torch.cat(parts, dim=tokens)
+
 
 class SequenceParallel:
     """The ranks along sp of this rank's place, which have the tokens of the same sequences, and a model's exchanges among them.
 
-    calls: attentions so far. only_in_training: a model in evaluation mode attends to this rank's tokens alone. Threads: as the Comm.
+    note: tells `zs.report` of what a model's attention has come to. calls: attentions so far. only_in_training: a model in evaluation mode attends to this rank's tokens alone. Threads: as the Comm.
     """
 
     only_in_training = False
 
-    def __init__(self, line: Line) -> None:
-        self.line, self.comm = line, line.comm
+    def __init__(self, line: Line, note: Callable[[str], None]) -> None:
+        self.line, self.comm, self.note = line, line.comm, note
         self.rank, self.size = line.comm.rank, line.comm.world_size
         self.calls = 0
 
@@ -157,6 +169,7 @@ class SequenceParallel:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
         if groups == 1:
             return list(_Swap.apply(self, None, 1, 2, label, query, key, value))
+        self.note(f"sequence parallelism: groups of {among} exchange heads, and get keys and values of all {self.size} ranks")
         key, value = (each.unflatten(1, (among, -1)).repeat_interleave(groups, dim=1).flatten(1, 2) for each in (key, value))
         if among > 1:
             (query,) = _Swap.apply(self, share.ranks, 1, 2, label, query)
@@ -194,21 +207,6 @@ class SequenceParallel:
             )
         return mask if mask.ndim < 3 or mask.shape[-3] == 1 else mask[..., share.heads(heads), :, :]
 
-    @staticmethod
-    @torch.compiler.disable
-    def causal(
-        share: Share, length: int, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, tokens: int
-    ) -> Tensor:
-        """Return the causal attention of this rank's queries: each run of them attends to the keys before its end.
-
-        attend: function of the queries, keys and values of a run. length: number of tokens of a rank. tokens: dimension of the
-        queries in what it returns.
-        """
-        runs = share.runs(length)
-        queries = query.split([end - begin for begin, end in runs], dim=2)
-        parts = [attend(q, key[:, :, :end], value[:, :, :end]) for q, (_, end) in zip(queries, runs, strict=True)]
-        return torch.cat(parts, dim=tokens)
-
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, **options: Any,
@@ -221,12 +219,8 @@ class SequenceParallel:
         query, key, value = self.to_heads(share, query, key, value)
         tokens = key.shape[2]
         mask = None if attn_mask is None else self.mask_of(share, attn_mask, heads, tokens, tokens)
-        if mask is not None and mask.ndim > 1 and mask.shape[-2] != query.shape[2]:
-            mask = (
-                mask
-                if mask.shape[-2] == 1
-                else mask.index_select(-2, share.row(torch.arange(query.shape[2], device=mask.device), length))
-            )
+        if share.groups > 1 and mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
+            mask = mask.index_select(-2, share.row(torch.arange(query.shape[2], device=mask.device), length))
         if key.shape[1] == query.shape[1]:
             del options["enable_gqa"]  # not all kernels have it
 
@@ -235,7 +229,7 @@ class SequenceParallel:
 
         with self.inside():
             if is_causal and mask is None and query.shape[2] < tokens:
-                out = self.causal(share, length, attend, query, key, value, 2)
+                out = share.causal(length, attend, query, key, value, 2)
             else:
                 out = attend(query, key, value, mask, is_causal)
         return self.to_tokens(share, out, 1, 2)
