@@ -70,9 +70,9 @@ LEFT[0, :6] = 0
 @pytest.mark.parametrize("kind", ["llama", "eager", "mistral"])
 @pytest.mark.parametrize(
     "data",
-    [batches(tokens=15), batches(position_ids=PACKED), batches(tokens=15, position_ids=PACKED[:, :15]), batches(attention_mask=LEFT)],
-    ids=["odd length", "packed", "packed and odd", "padding"],
-)  # fmt: skip
+    [batches(tokens=15), batches(tokens=15, position_ids=PACKED[:, :15]), batches(attention_mask=LEFT)],
+    ids=["odd length", "packed", "padding"],
+)
 def test_masks_are_the_rows_of_whole_sequences(kind, data):
     """Mistral's window of 5 tokens reaches over the borders between runs of queries."""
     assert_equals_one_process(model_of(kind, 6), data[:3], {"sp": 4}, stage=2)
@@ -167,8 +167,16 @@ def test_what_a_function_can_not_compute_is_refused_and_the_remedy_works(flash_m
 # -- modules that call F.scaled_dot_product_attention ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("network", ["shared", "tagged", "ordered"])
-@pytest.mark.parametrize("kv, mask", [(4, "causal"), (1, "causal"), (4, "slopes")])
+@pytest.mark.parametrize(
+    "kv, mask, network",
+    [
+        (4, "causal", "shared"),
+        (1, "causal", "shared"),
+        (4, "slopes", "shared"),
+        (4, "causal", "tagged"),
+        (4, "causal", "ordered"),
+    ],
+)
 def test_any_module_attends_to_whole_sequences_over_every_network(kv, mask, network):
     """Eight ranks: four exchange heads, two groups."""
     with seeding(0):

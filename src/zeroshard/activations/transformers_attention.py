@@ -1,8 +1,8 @@
 """The attention and the masks of Transformers' models over an axis sp, by its registries of attention and mask functions.
 
     forward of a model        its positions and padding mask are exchanged, so that each rank knows those of whole sequences
-    a mask function           makes the mask of whole sequences: causal, padding, packed sequences, sliding windows; where keys and
-                              values are gathered, its rows for this rank's queries
+    a mask function           makes the mask of whole sequences: causal, padding, packed sequences, sliding windows; of its rows
+                              those for this rank's queries
     an attention function     tokens are exchanged for heads, the configured function runs, heads are exchanged for tokens
 
 The functions of each name ("sdpa", "flash_attention_2", ...) are wrapped once for the process. For modules of models without an
@@ -206,7 +206,7 @@ def _in_runs(name: str, what: str, module: Any, query: Tensor, mask: Any, kwargs
         fits = name == "sdpa" or (mask is None and not causal)
     if not fits:
         raise ConfigError(
-            f"{what}: the ranks along sp are more than its heads can be shared among, and then {name} has no attention over packed "
+            f"{what}: the ranks along sp are more than can share its heads, and then {name} has no attention over packed "
             "sequences, and none over padding that is not causal; functions other than those of Transformers have no causal one. Call "
             "model.set_attn_implementation('sdpa') before zs.shard, or make a mesh whose sp divides the heads."
         )

@@ -1,20 +1,20 @@
-"""Sequence parallelism: each rank along sp has part of the tokens. In attention the ranks exchange tokens for heads (Ulysses), and
-where there are more ranks than heads can be shared among, keys and values are gathered.
+"""Sequence parallelism: each rank along sp has part of the tokens. In attention the ranks exchange tokens for heads (Ulysses),
+and where there are more ranks than can share the heads, keys and values are gathered.
 
     tokens of rank r, all heads  --all-to-all-->  all tokens, heads of rank r  --attention-->  --all-to-all-->  as before
 
-n ranks share H heads as g groups of u = gcd(n, H). The ranks of a group exchange their queries, so that each has the queries of the
-group's tokens for 1 / u of the heads; it gets the keys and values of these heads from all n ranks:
+n ranks share H heads as g groups of u = gcd(n, H). The ranks of a group exchange their queries, so that each has the queries of
+the group's tokens for 1 / u of the heads; it gets the keys and values of these heads from all n ranks:
 
-    n = 4, H = 2, u = 2        heads 0      heads 1
-    queries of ranks 0 and 3   rank 0       rank 3      a group has tokens from the head and from the tail of the sequence, so that
-    queries of ranks 1 and 2   rank 1       rank 2      with causal attention all groups compute equally much (if u is even)
+    n = 4, H = 2, u = 2        head 0       head 1
+    queries of ranks 0 and 3   rank 0       rank 3      a group has tokens from the head and from the tail of the sequence, so
+    queries of ranks 1 and 2   rank 1       rank 2      that in causal attention all compute equally much (if u is even)
 
 Everything but attention computes each token by itself. The exchanges are differentiable: the backward of an all-to-all is one the
 other way, and a key that was sent to several groups gets the sum of their gradients. sequence_parallel.py puts them around the
 attention of a model.
 
-Sources: arXiv 2309.14509, sections 3.1 and 3.2 (heads); arXiv 2407.21783, section 3.3.2 (gathered keys and values, head and tail).
+Sources: arXiv 2309.14509, sections 3.1 and 3.2 (heads); arXiv 2407.21783, section 3.3.2 (gathered keys, head and tail).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def active_in(module: nn.Module) -> SequenceParallel | None:
 
 
 class Share(NamedTuple):
-    """What a rank computes of an attention: a part of the heads, for the queries of the tokens of its group's ranks.
+    """Names what a rank computes of an attention: a part of the heads, for the queries of the tokens of its group's ranks.
 
     among: number of ranks of a group. place: this rank's index among them, in the order of their tokens. group: number of the
     group, of `groups`.
@@ -71,7 +71,7 @@ class Share(NamedTuple):
 
     @property
     def ranks(self) -> list[int]:
-        """Those of the group, with which this rank exchanges tokens for heads."""
+        """The ranks of the group, with which this one exchanges tokens for heads."""
         return [self.row(place, 1) for place in range(self.among)]
 
     def heads(self, count: int) -> slice:
@@ -104,7 +104,8 @@ class Share(NamedTuple):
 class SequenceParallel:
     """The ranks along sp of this rank's place, which have the tokens of the same sequences, and a model's exchanges among them.
 
-    note: tells `zs.report` of what a model's attention has come to. calls: attentions so far. only_in_training: a model in evaluation mode attends to this rank's tokens alone. Threads: as the Comm.
+    note: tells `zs.report` how attention is exchanged. calls: attentions so far. only_in_training: a model in evaluation mode
+    attends to this rank's tokens alone. Threads: as the Comm.
     """
 
     only_in_training = False
@@ -152,7 +153,7 @@ class SequenceParallel:
 
     @torch.compiler.disable
     def to_heads(self, share: Share, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return query (B, H / u, S / g, D), key and value (B, K' / u, S, D) for this rank's tokens (B, H, S / n, D), (B, K, S / n, D).
+        """Return query (B, H / u, S / g, D), key and value (B, K' / u, S, D), for those of S / n tokens and all heads.
 
         n = u g: number of ranks along sp, in g groups of u. K' is the least common multiple of K and u: key and value heads are
         repeated as often as that takes. Raises ConfigError if there are not equally many queries and keys.
@@ -177,7 +178,7 @@ class SequenceParallel:
 
     @torch.compiler.disable
     def to_tokens(self, share: Share, out: Tensor, heads: int, tokens: int) -> Tensor:
-        """Return this rank's tokens of all heads, for its heads of its group's tokens. heads, tokens: these dimensions of `out`."""
+        """Return all heads of this rank's tokens, for its heads of its group's tokens. heads, tokens: dimensions of `out`."""
         if share.among == 1:
             return out
         ranks = None if share.groups == 1 else share.ranks
