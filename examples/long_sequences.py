@@ -1,9 +1,11 @@
-"""Sequences longer than a rank has memory for: their tokens over 1, 2 and 4 ranks, then with checkpoints on the host and tiles.
+"""Sequences longer than a rank has memory for: their tokens over 1 to 6 ranks, then with checkpoints on the host and tiles.
 
     python examples/long_sequences.py
 
 Ranks are threads here. Under torchrun the mesh is init_device_mesh("cuda", (dp, sp), mesh_dim_names=("dp", "sp")); the rest stays.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -29,7 +31,8 @@ class Kept:
     """Bytes of activations that autograd keeps on this rank from a forward to its backward."""
 
     def __init__(self, size: int) -> None:
-        self.lengths, self.storages = {TOKENS, TOKENS // size, 60}, dict[int, int]()  # of sequences, parts and tiles
+        part, among = TOKENS // size, math.gcd(size, CONFIG.num_attention_heads)  # `among` ranks exchange tokens for heads
+        self.lengths, self.storages = {TOKENS, part, part * among, 60}, dict[int, int]()  # 60: of tiles
 
     def pack(self, tensor: Tensor) -> Tensor:
         if tensor.grad_fn is not None and self.lengths & set(tensor.shape):  # not a parameter, mask or index
@@ -74,7 +77,7 @@ def train(rank: int, models: list[LlamaForCausalLM], size: int, tiles: bool) -> 
 def main() -> None:
     torch.set_num_threads(1)
     rows = []
-    for size, tiles in ((1, False), (2, False), (4, False), (4, True)):
+    for size, tiles in ((1, False), (2, False), (4, False), (6, False), (4, True)):
         models = []
         for _ in range(size):  # the same on every rank
             torch.manual_seed(0)

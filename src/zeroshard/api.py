@@ -149,7 +149,7 @@ def _shard(
     check_optimizer(optimizer, specs, config.delayed_update is not None)
     device = device_of(specs)
     if axes.size(SP) > 1:
-        sequence_parallel.check(model, axes.size(SP))
+        sequence_parallel.check(model)
 
     # open communicators; the checks that follow are collective, and make sure of equal models, options and values
     group, peers, world = axes.open(device, config.stall_timeout_s)

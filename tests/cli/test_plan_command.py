@@ -236,7 +236,7 @@ def test_a_sweep_is_a_table_and_a_picture(capsys, tmp_path):
         (["quickstart", "--mesh", "pp=4"], ["at most 3 stages", "pp=4; the nearest: pp=3"]),
         (["quickstart", "--mesh", "pp=2,tp=2", "--ranks", "6"], ["multiply to the 6 ranks", "try 4 or 8 ranks"]),
         (["quickstart", "--mesh", "ep=2"], ["no module of experts", "axis ep out of the mesh"]),
-        (["quickstart", "--mesh", "sp=3"], ["sp to divide the 4 heads of quickstart", "got sp=3"]),
+        (["quickstart", "--mesh", "sp=3"], ["sp to divide the 256 tokens of a sequence, got sp=3"]),
         (["quickstart", "--mesh", "cp=2"], ["--mesh", "cp=2"]),
         (["quickstart", "--seq", "300"], ["at most the 256 tokens", "got 300"]),
         (["quickstart", "--micro-batch", "0"], ["--micro-batch", "positive", "got 0"]),

@@ -10,8 +10,10 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import zeroshard as zs
+from zeroshard.activations.causal import LAST_QUERIES
 from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.zero.runtime import runtime_of
 
@@ -248,3 +250,18 @@ def test_memory_at_rest_is_what_the_report_says(group) -> None:
     assert abs(seen[-1] - before - _held(model)) < max(0.1 * _held(model), 2 << 20)
     pool = runtime_of(model).tiers.pools[0]
     assert len(pool._buffers) <= pool.count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv", [4, 2])
+def test_the_last_queries_see_what_a_mask_would_show_them(kv: int, dtype: torch.dtype) -> None:
+    """As an axis sp with more ranks than heads computes causal attention; flash and memory-efficient kernels, grouped queries."""
+    torch.manual_seed(0)
+    shapes = ((2, 4, 128, 64), (2, kv, 320, 64), (2, kv, 320, 64))
+    inputs = [torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True) for shape in shapes]
+    mask = torch.ones(128, 320, dtype=torch.bool, device="cuda").tril(192)
+    outs = [F.scaled_dot_product_attention(*inputs, given, enable_gqa=True) for given in (LAST_QUERIES, mask)]
+    close = {"rtol": 0, "atol": 3e-2 if dtype == torch.bfloat16 else 1e-4}
+    torch.testing.assert_close(*outs, **close)
+    for pair in zip(*(torch.autograd.grad(out.sum(), inputs) for out in outs), strict=True):
+        torch.testing.assert_close(*pair, **close)

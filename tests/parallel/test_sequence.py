@@ -140,9 +140,10 @@ def _on_processes(rank: int, size: int):
         found = {}
         for backend in ("shared", "dist"):
             patch.setenv("ZEROSHARD_COMM", backend)
-            found[backend] = trained(
-                rank, copy.deepcopy(model_of("llama")), batches(rows=2), {"dp": 2, "sp": 2}, on=mesh, stage=3
-            )
+            model = copy.deepcopy(model_of("llama"))
+            found[backend] = trained(rank, model, batches(rows=2), {"dp": 2, "sp": 2}, on=mesh, stage=3)
+            model = copy.deepcopy(model_of("llama", 6))  # two ranks exchange heads, and keys are gathered
+            found[backend, 6] = trained(rank, model, batches(steps=2), {"sp": 4}, stage=3)
     return found, list(sampler), zs.shard_sequence(torch.arange(8).view(1, 8), mesh).flatten().tolist()
 
 
@@ -150,8 +151,10 @@ def _on_processes(rank: int, size: int):
 def test_processes_over_shared_memory_and_gloo_equal_one_process():
     results = run_processes(_on_processes, 4, timeout_s=300)
     expected = one_process(model_of("llama"), batches(rows=2))
+    gathered = one_process(model_of("llama", 6), batches(steps=2))
     for backend in ("shared", "dist"):
         compare([found[backend] for found, _, _ in results], expected)
+        compare([found[backend, 6] for found, _, _ in results], gathered)
     assert [samples for _, samples, _ in results] == [[0, 2, 4, 6]] * 2 + [[1, 3, 5, 7]] * 2
     assert [tokens for _, _, tokens in results] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
 
@@ -218,22 +221,13 @@ def refused(world: int, body, match: str) -> None:
     assert run_threads(world, on_rank, timeout_s=60) == ["refused"] * world
 
 
-def test_heads_that_do_not_divide_and_models_that_do_not_fit_are_refused_before_any_change():
-    models = [copy.deepcopy(model_of("llama")) for _ in range(3)]
-    refused(3, lambda rank: zs.shard(models[rank], None, mesh={"sp": 3}), r"4 attention heads.* Make a mesh with sp=2")
-    assert all(not hasattr(model, "_zeroshard") for model in models)
-    plain = [Plain() for _ in range(3)]
-
-    def run(rank: int) -> None:
-        model, _ = zs.shard(plain[rank], None, mesh={"sp": 3})
-        model(**zs.shard_sequence(batches(tokens=15, steps=1)[0], model))
-
-    refused(3, run, r"3 ranks share the 4 heads of an attention, and 3 does not divide 4\. Make a mesh with sp=2")
+def test_models_that_do_not_fit_are_refused_before_any_change():
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=1, n_head=4)
     bloom = [transformers.BloomForCausalLM(config) for _ in range(2)]
     refused(
         2, lambda rank: zs.shard(bloom[rank], None, mesh={"sp": 2}), "does not take its attention from Transformers' registry"
     )
+    assert all(not hasattr(model, "_zeroshard") for model in bloom)
     encoder = [nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True) for _ in range(2)]
 
     def encode(rank: int) -> None:

@@ -1,6 +1,7 @@
 """Plans of an axis sp: activations of 1 / sp, and the bytes of the all-to-alls by formula."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -24,17 +25,22 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8, 32])
 @pytest.mark.parametrize("name", MODELS)
 def test_activations_and_bytes_of_a_plan(name, size):
+    """From 8 ranks on keys and values are gathered, of which each rank then keeps those of all tokens for its heads."""
     make, kv, positions = MODELS[name]
     one, many = (zs.plan(make, axes={"dp": 2, **along}, batch=(ROWS, TOKENS), stage=3) for along in ({}, {"sp": size}))
     tokens = ROWS * TOKENS // size
-    exchanged = 4 * 2 * LAYERS * (2 * HEADS + 2 * max(kv, size)) * (DIM // HEADS) * tokens
-    assert many.sent["sp"] == (exchanged // size + positions * tokens) * (size - 1)
+    among = math.gcd(HEADS, size)
+    of_head = 2 * LAYERS * 2 * (DIM // HEADS) * tokens * 4 // among  # forward and backward, two tensors
+    of_keys = of_head * max(kv, among) * (size - 1)
+    assert many.sent["sp"] == of_head * HEADS * (among - 1) + of_keys + positions * tokens * (size - 1)
     assert many.tokens == tokens and many.ranks == 2 * size
     kept = [sum(nbytes for unit, nbytes in plan.activations.items() if unit) for plan in (one, many)]
-    assert 0.95 / size <= kept[1] / kept[0] < 1.6 / size  # the exchanged output of attention, and repeated keys and values
+    gathered = 2 * LAYERS * max(kv, among) // among * ROWS * TOKENS * (DIM // HEADS) * 4 if among < size else 0
+    # the exchanged output of attention, and repeated keys and values
+    assert 0.95 / size <= (kept[1] - gathered) / kept[0] < 1.6 / size
     assert f"dp=2, sp={size}" in str(many) and "all-to-all" in many.table()
 
 

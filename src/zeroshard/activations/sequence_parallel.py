@@ -49,16 +49,16 @@ class _Attention(TorchFunctionMode):
 # -- a model -------------------------------------------------------------------------------------------------------
 
 
-def check(model: nn.Module, size: int) -> None:
-    """Raise ConfigError if a model can not be sharded over `size` ranks along sp."""
+def check(model: nn.Module) -> None:
+    """Raise ConfigError if a model can not be sharded over ranks along sp."""
     for name, module in model.named_modules():
         if _pretrained(module):
-            transformers_attention.check(name, module, size)
+            transformers_attention.check(name, module)
 
 
 def attach(runtime: Runtime, line: Line) -> None:
     """Let the attention of a sharded model be over whole sequences. line: the ranks along sp."""
-    sequence, model = SequenceParallel(line), runtime.model
+    sequence, model = SequenceParallel(line, runtime.schedule.note), runtime.model
     handles: list[Any] = [_Detached(model)]
     covered: set[nn.Module] = set()
     for module in model.modules():

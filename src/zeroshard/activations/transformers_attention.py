@@ -1,7 +1,8 @@
 """Attention and masks of Transformers' models over an axis sp: wrappers of the functions in its registries of attention and masks.
 
     forward of a model        its positions and padding mask are exchanged, so that each rank knows those of whole sequences
-    a mask function           makes the mask of whole sequences: causal, padding, packed sequences, sliding windows
+    a mask function           makes the mask of whole sequences: causal, padding, packed sequences, sliding windows; of its rows
+                              those for this rank's queries
     an attention function     tokens are exchanged for heads, the configured function runs, heads are exchanged for tokens
 
 The functions of each name ("sdpa", "flash_attention_2", ...) are wrapped once for the process. For modules of models without an
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..utils.axes import SP
+from .causal import LAST_QUERIES
 from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
+_BY_MASK = (_EAGER, "flex_attention")  # functions that are told by the mask alone which keys a query sees
 _LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
 # .stack: for each running forward of a model, the outermost first, the _Forward for which masks are made; None: masks as without sp
@@ -42,8 +45,8 @@ class _Forward:
     positions: Tensor | None
 
 
-def check(name: str, model: Any, size: int) -> None:
-    """Raise ConfigError if the attention of a Transformers model can not be shared by `size` ranks along sp."""
+def check(name: str, model: Any) -> None:
+    """Raise ConfigError if the attention of a Transformers model can not be shared by ranks along sp."""
     config, what = model.config, f"sp: {type(model).__name__}{f' ({name})' if name else ''}"
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(
@@ -59,13 +62,6 @@ def check(name: str, model: Any, size: int) -> None:
         raise ConfigError(
             f"{what} has layers of type {', '.join(others)}, which read neighbouring tokens: expected {' and '.join(_LAYERS[:2])} only. "
             "Shard it over dp and tp."
-        )
-    heads = getattr(config, "num_attention_heads", size)
-    if heads % size:
-        near = max(each for each in range(1, size + 1) if heads % each == 0)
-        raise ConfigError(
-            f"{what} has {heads} attention heads, which {size} ranks along sp can not share evenly. Make a mesh with sp={near}, and give "
-            "the other ranks to dp or tp."
         )
 
 
@@ -141,7 +137,7 @@ def _mask(function: Callable, **kwargs: Any) -> Any:
             f"sp: expected as many keys as queries, got a mask of {length} queries and {kwargs['kv_length']} keys: over an axis sp, attention "
             "is of sequences to themselves."
         )
-    whole = length * forward.sequence.size
+    whole, heads = length * forward.sequence.size, getattr(kwargs["config"], "num_attention_heads", None)
     kwargs |= {"q_length": whole, "kv_length": whole, "attention_mask": forward.padding}
     if forward.positions is not None and "allow_is_bidirectional_skip" not in kwargs:  # as in one process: in causal masks only
         from transformers import masking_utils
@@ -151,32 +147,73 @@ def _mask(function: Callable, **kwargs: Any) -> Any:
             kwargs["mask_function"], forward.positions, starts.cumsum(-1)
         )
         kwargs["allow_is_causal_skip"] = False
+    share = forward.sequence.share(heads if isinstance(heads, int) else forward.sequence.size)
+    if share.groups == 1:
+        return function(**kwargs)
+    if kwargs["config"]._attn_implementation not in _BY_MASK:
+        last = function(**kwargs | {"q_length": 1, "q_offset": whole - 1})
+        if last is None or last.ndim == 2:
+            return last  # the attention function knows what is causal, and takes a mask (B, S) of padding at most
+    of_pair = kwargs["mask_function"]
+    kwargs |= {"q_length": share.among * length, "allow_is_causal_skip": False}
+    kwargs["mask_function"] = lambda batch, head, query, key: of_pair(batch, head, share.row(query, length), key)
     return function(**kwargs)
 
 
 def _attend(
-    function: Callable, flash: bool, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+    function: Callable, name: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Call an attention function of the registry for whole sequences and this rank's heads. query: (B, H, S / n, D)."""
-    sequence = active_in(module)
+    sequence, what, flash = active_in(module), f"sp: {type(module).__name__}", "flash" in name
     assert sequence is not None
     if kwargs.get("position_bias") is not None:
-        raise ConfigError(
-            f"sp: {type(module).__name__} has a position bias for each head and pair of tokens. Shard it over dp and tp."
-        )
-    heads = query.shape[1]
-    query, key, value = sequence.to_heads(query, key, value)
+        raise ConfigError(f"{what} has a position bias for each head and pair of tokens. Shard it over dp and tp.")
+    heads, length = query.shape[1], query.shape[2]
+    share = sequence.share(heads)
+    query, key, value = sequence.to_heads(share, query, key, value)
     if isinstance(mask, Tensor) and mask.ndim == 4:
-        mask = sequence.heads_of(mask, heads, query.shape[2])
+        mask = sequence.mask_of(share, mask, heads, query.shape[2], key.shape[2])
     if flash and kwargs.get("position_ids") is not None:  # flash attention finds packed sequences by them
         kwargs["position_ids"] = sequence.whole(kwargs["position_ids"], f"{SP} all-gather positions")
-    own = slice(sequence.rank * query.shape[1], (sequence.rank + 1) * query.shape[1])
+    own, groups = share.heads(heads), query.shape[1] // key.shape[1]
     if kwargs.get("s_aux") is not None:  # attention sinks, (H,), as flash and flex attention take them
         kwargs["s_aux"] = kwargs["s_aux"][own]
-    module = _OfRank(module, query.shape[1] // key.shape[1], own)
+    in_runs = query.shape[2] < key.shape[2] and _in_runs(name, what, module, query, mask, kwargs)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        given = mask if not in_runs else LAST_QUERIES if not flash else None if mask is None else mask[:, : key.shape[2]]
+        of_rank = _OfRank(module, 1 if given is LAST_QUERIES else groups, own)  # else keys and values would be repeated for it
+        return function(of_rank, query, key, value, given, *args, **kwargs)[0]
+
     with sequence.inside():
-        out = function(module, query, key, value, mask, *args, **kwargs)[0]  # (B, S, H / n, D)
-    return sequence.to_tokens(out, 2, 1), None
+        if in_runs:
+            out = share.causal(length, attend, query, key, value, 1)
+        else:
+            out = attend(query, key, value)  # (B, S / g, H / u, D)
+    return sequence.to_tokens(share, out, 2, 1), None
+
+
+def _in_runs(name: str, what: str, module: Any, query: Tensor, mask: Any, kwargs: dict) -> bool:
+    """Return whether runs of queries are to attend to the keys before their ends, in an attention of fewer queries than keys.
+
+    Elsewhere the mask says what each query sees, or it sees all. Raise ConfigError where a function has no such attention.
+    """
+    if name in _BY_MASK or (mask is not None and mask.ndim == 4):
+        return False
+    causal, positions = kwargs.get("is_causal"), kwargs.pop("position_ids", None)
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if "flash" in name:
+        packed = positions is not None and query.shape[0] == 1 and bool((positions.diff(dim=-1) != 1).any())
+        fits = not packed and kwargs.get("cu_seq_lens_q") is None and (causal or mask is None)
+    else:
+        fits = name == "sdpa" or (mask is None and not causal)
+    if not fits:
+        raise ConfigError(
+            f"{what}: the ranks along sp are more than can share its heads, and then {name} has no attention over packed "
+            "sequences, and none over padding that is not causal; functions other than those of Transformers have no causal one. Call "
+            "model.set_attn_implementation('sdpa') before zs.shard, or make a mesh whose sp divides the heads."
+        )
+    return causal
 
 
 class _OfRank:
@@ -228,18 +265,18 @@ def _wrap_registries() -> None:
             AttentionMaskInterface.register(_EAGER, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
         for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
             if not hasattr(function, "_zeroshard"):
-                AttentionInterface.register(name, _wrapped_attention(function, "flash" in name))
+                AttentionInterface.register(name, _wrapped_attention(function, name))
         for name, function in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
             if not hasattr(function, "_zeroshard"):
                 AttentionMaskInterface.register(name, _wrapped_mask(function))
 
 
-def _wrapped_attention(function: Callable, flash: bool) -> Callable:
+def _wrapped_attention(function: Callable, name: str) -> Callable:
     @functools.wraps(function)
     def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
         if active_in(module) is None:
             return function(module, *args, **kwargs)
-        return _attend(function, flash, module, *args, **kwargs)
+        return _attend(function, name, module, *args, **kwargs)
 
     attention._zeroshard = True  # type: ignore[attr-defined]
     return attention

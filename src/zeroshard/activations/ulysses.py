@@ -1,11 +1,20 @@
-"""Sequence parallelism as in DeepSpeed-Ulysses: each rank along sp has part of the tokens, and in attention part of the heads.
+"""Sequence parallelism: each rank along sp has part of the tokens. In attention the ranks exchange tokens for heads (Ulysses),
+and where there are more ranks than can share the heads, keys and values are gathered.
 
     tokens of rank r, all heads  --all-to-all-->  all tokens, heads of rank r  --attention-->  --all-to-all-->  as before
 
-Everything but attention computes each token by itself. Both all-to-alls are differentiable: the backward of one is the other.
-sequence_parallel.py puts them around the attention of a model.
+n ranks share H heads as g groups of u = gcd(n, H). The ranks of a group exchange their queries, so that each has the queries of
+the group's tokens for 1 / u of the heads; it gets the keys and values of these heads from all n ranks:
 
-Source: arXiv 2309.14509, sections 3.1 and 3.2.
+    n = 4, H = 2, u = 2        head 0       head 1
+    queries of ranks 0 and 3   rank 0       rank 3      a group has tokens from the head and from the tail of the sequence, so
+    queries of ranks 1 and 2   rank 1       rank 2      that in causal attention all compute equally much (if u is even)
+
+Everything but attention computes each token by itself. The exchanges are differentiable: the backward of an all-to-all is one the
+other way, and a key that was sent to several groups gets the sum of their gradients. sequence_parallel.py puts them around the
+attention of a model.
+
+Sources: arXiv 2309.14509, sections 3.1 and 3.2 (heads); arXiv 2407.21783, section 3.3.2 (gathered keys, head and tail).
 """
 
 from __future__ import annotations
@@ -14,8 +23,8 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +35,7 @@ from ..errors import ConfigError
 from ..utils import torch_compat
 from ..utils.axes import SP
 from ..zero.along_axis import Line
+from .causal import LAST_QUERIES
 
 # the modules of all models that are sharded over an axis sp; `sequence_of` and `active_in` look them up
 of_module: weakref.WeakKeyDictionary[nn.Module, SequenceParallel] = weakref.WeakKeyDictionary()
@@ -43,33 +53,95 @@ def active_in(module: nn.Module) -> SequenceParallel | None:
     return None if sequence is None or (sequence.only_in_training and not module.training) else sequence
 
 
+class Share(NamedTuple):
+    """Names what a rank computes of an attention: a part of the heads, for the queries of the tokens of its group's ranks.
+
+    among: number of ranks of a group. place: this rank's index among them, in the order of their tokens. group: number of the
+    group, of `groups`.
+    """
+
+    among: int
+    place: int
+    group: int
+    groups: int
+
+    def row(self, query: Any, length: int) -> Any:
+        """Return the index in the sequence of query number `query` (an int or a tensor). length: number of tokens of a rank."""
+        part, within = query // length, query % length
+        turned = part % 2 * (self.groups - 1 - 2 * self.group)  # the order turns at each part: groups 0 1 2, 2 1 0, 0 1 2, ...
+        return (part * self.groups + self.group + turned) * length + within
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the group, with which this one exchanges tokens for heads."""
+        return [self.row(place, 1) for place in range(self.among)]
+
+    def heads(self, count: int) -> slice:
+        """Return this rank's heads of `count`, or its part of what there is for each head."""
+        own = count // self.among
+        return slice(self.place * own, (self.place + 1) * own)
+
+    def runs(self, length: int) -> list[tuple[int, int]]:
+        """Return where the queries begin and end in the sequence, run after run. length: number of tokens of a rank."""
+        bounds: list[int] = []
+        for begin, end in ((rank * length, (rank + 1) * length) for rank in self.ranks):
+            bounds = [*bounds[:-1], end] if bounds and bounds[-1] == begin else [*bounds, begin, end]
+        return list(zip(bounds[::2], bounds[1::2], strict=True))
+
+    @torch.compiler.disable
+    def causal(
+        self, length: int, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, tokens: int
+    ) -> Tensor:
+        """Return the causal attention of this rank's queries: each run of them attends to the keys before its end.
+
+        attend: function of the queries, keys and values of a run. length: number of tokens of a rank. tokens: dimension of the
+        queries in what it returns.
+        """
+        runs = self.runs(length)
+        queries = query.split([end - begin for begin, end in runs], dim=2)
+        parts = [attend(q, key[:, :, :end], value[:, :, :end]) for q, (_, end) in zip(queries, runs, strict=True)]
+        return torch.cat(parts, dim=tokens)
+
+
 class SequenceParallel:
     """The ranks along sp of this rank's place, which have the tokens of the same sequences, and a model's exchanges among them.
 
-    calls: attentions so far. only_in_training: a model in evaluation mode attends to this rank's tokens alone. Threads: as the Comm.
+    note: tells `zs.report` how attention is exchanged. calls: attentions so far. only_in_training: a model in evaluation mode
+    attends to this rank's tokens alone. Threads: as the Comm.
     """
 
     only_in_training = False
 
-    def __init__(self, line: Line) -> None:
-        self.line, self.comm = line, line.comm
+    def __init__(self, line: Line, note: Callable[[str], None]) -> None:
+        self.line, self.comm, self.note = line, line.comm, note
         self.rank, self.size = line.comm.rank, line.comm.world_size
         self.calls = 0
 
+    def share(self, heads: int) -> Share:
+        """Return what this rank computes of an attention of `heads` query heads."""
+        among = math.gcd(heads, self.size)
+        groups = self.size // among
+        place, turn = divmod(self.rank, groups)
+        return Share(among, place, groups - 1 - turn if place % 2 else turn, groups)
+
     # -- all-to-all ------------------------------------------------------------------------------------------
 
-    def swap(self, tensors: Sequence[Tensor], scatter: int, gather: int, label: str) -> list[Tensor]:
+    def swap(
+        self, tensors: Sequence[Tensor], scatter: int, gather: int, label: str, ranks: Sequence[int] | None = None
+    ) -> list[Tensor]:
         """Return tensors whose dimension `scatter` is this rank's part, and whose dimension `gather` is whole (collective).
 
         tensors: of one dtype and device, with dimension `scatter` whole and this rank's part of `gather`. One all-to-all.
+        ranks: this one and those with which it exchanges, ascending; None: all along sp.
         """
-        size, first = self.size, tensors[0]
+        size, first = self.size if ranks is None else len(ranks), tensors[0]
         sizes = [tensor.numel() // size for tensor in tensors]
         given, out = (torch.empty(size, sum(sizes), dtype=first.dtype, device=first.device) for _ in range(2))
         parts = [tensor.unflatten(scatter, (size, -1)).movedim(scatter, 0) for tensor in tensors]  # (size, ...)
         for part, rows in zip(parts, given.split(sizes, dim=1), strict=True):
             rows.unflatten(1, part.shape[1:]).copy_(part)
-        self.line.all_to_all(out, given, label)
+        counts = None if ranks is None else [given.shape[1] if rank in ranks else 0 for rank in range(self.size)]
+        self.line.all_to_all(out, given, label, counts, counts)
         received = zip(parts, out.split(sizes, dim=1), strict=True)
         return [rows.unflatten(1, part.shape[1:]).movedim(0, gather).flatten(gather, gather + 1) for part, rows in received]
 
@@ -82,35 +154,37 @@ class SequenceParallel:
     # -- attention -------------------------------------------------------------------------------------------
 
     @torch_compat.disable_dynamo
-    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return query (B, H / n, S, D), key and value (B, K' / n, S, D) for this rank's tokens (B, H, S / n, D), (B, K, S / n, D).
+    def to_heads(self, share: Share, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return query (B, H / u, S / g, D), key and value (B, K' / u, S, D), for those of S / n tokens and all heads.
 
-        n: number of ranks along sp. K' is the least common multiple of K and n: key and value heads are repeated as often as that
-        takes. Raises ConfigError if n does not divide H, or if there are not equally many queries and keys.
+        n = u g: number of ranks along sp, in g groups of u. K' is the least common multiple of K and u: key and value heads are
+        repeated as often as that takes. Raises ConfigError if there are not equally many queries and keys.
         """
-        heads, size = query.shape[1], self.size
-        if heads % size:
-            fits = [each for each in range(1, heads + 1) if heads % each == 0]
-            near = max(each for each in fits if each <= size)
-            raise ConfigError(
-                f"sp: {size} ranks share the {heads} heads of an attention, and {size} does not divide {heads}. Make a mesh with sp={near}, "
-                "and give the other ranks to dp or tp."
-            )
         if key.shape[2] != query.shape[2]:
             raise ConfigError(
                 f"sp: an attention of {query.shape[2]} queries over {key.shape[2]} keys on this rank: over an axis sp, attention is of "
                 "sequences to themselves, without cross-attention and without a cache of earlier tokens."
             )
         self.calls += 1
-        times = size // math.gcd(key.shape[1], size)
+        among, groups, label = share.among, share.groups, f"{SP} all-to-all to heads"
+        times = among // math.gcd(key.shape[1], among)
         if times > 1:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-        return list(_Swap.apply(self, 1, 2, f"{SP} all-to-all to heads", query, key, value))
+        if groups == 1:
+            return list(_Swap.apply(self, None, 1, 2, label, query, key, value))
+        self.note(f"sequence parallelism: groups of {among} exchange heads, and get keys and values of all {self.size} ranks")
+        key, value = (each.unflatten(1, (among, -1)).repeat_interleave(groups, dim=1).flatten(1, 2) for each in (key, value))
+        if among > 1:
+            (query,) = _Swap.apply(self, share.ranks, 1, 2, label, query)
+        return [query, *_Swap.apply(self, None, 1, 2, f"{SP} all-gather keys and values", key, value)]
 
     @torch_compat.disable_dynamo
-    def to_tokens(self, out: Tensor, heads: int, tokens: int) -> Tensor:
-        """Return this rank's tokens of all heads, for its heads of all tokens. heads, tokens: these dimensions of `out`."""
-        return _Swap.apply(self, tokens, heads, f"{SP} all-to-all to tokens", out)[0]
+    def to_tokens(self, share: Share, out: Tensor, heads: int, tokens: int) -> Tensor:
+        """Return all heads of this rank's tokens, for its heads of its group's tokens. heads, tokens: dimensions of `out`."""
+        if share.among == 1:
+            return out
+        ranks = None if share.groups == 1 else share.ranks
+        return _Swap.apply(self, ranks, tokens, heads, f"{SP} all-to-all to tokens", out)[0]
 
     @property
     def is_inside(self) -> bool:
@@ -126,18 +200,15 @@ class SequenceParallel:
         finally:
             _local.inside = before
 
-    def heads_of(self, mask: Tensor, heads: int, tokens: int) -> Tensor:
-        """Return this rank's heads of a mask over whole sequences of `tokens`. Raise ConfigError for any other mask."""
-        if mask.shape[-1] != tokens or (mask.ndim > 1 and mask.shape[-2] not in (1, tokens)):
+    def mask_of(self, share: Share, mask: Tensor, heads: int, queries: int, tokens: int) -> Tensor:
+        """Return this rank's heads of a mask of `queries` over sequences of `tokens`. Raise ConfigError for any other mask."""
+        if mask.shape[-1] != tokens or (mask.ndim > 1 and mask.shape[-2] not in (1, queries)):
             raise ConfigError(
                 f"sp: an attention has a mask of shape {tuple(mask.shape)}, and its sequences have {tokens} tokens over all ranks along sp. "
                 "Pass the mask of whole sequences, (..., tokens, tokens), or is_causal=True; to models of Transformers a mask of "
                 "(batch, tokens), which zs.shard_sequence cuts."
             )
-        if mask.ndim < 3 or mask.shape[-3] == 1:
-            return mask
-        own = heads // self.size
-        return mask.narrow(-3, self.rank * own, own)
+        return mask if mask.ndim < 3 or mask.shape[-3] == 1 else mask[..., share.heads(heads), :, :]
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -146,14 +217,25 @@ class SequenceParallel:
         """Return F.scaled_dot_product_attention of whole sequences, for this rank's tokens: (B, H, S / n, D)."""
         if query.ndim != 4:
             raise ConfigError(f"sp: expected queries of shape (batch, heads, tokens, dim), got {tuple(query.shape)}.")
-        heads, options["enable_gqa"] = query.shape[1], True
-        query, key, value = self.to_heads(query, key, value)
-        mask = None if attn_mask is None else self.heads_of(attn_mask, heads, query.shape[2])
+        heads, length, options["enable_gqa"] = query.shape[1], query.shape[2], True
+        share = self.share(heads)
+        query, key, value = self.to_heads(share, query, key, value)
+        tokens = key.shape[2]
+        mask = None if attn_mask is None else self.mask_of(share, attn_mask, heads, tokens, tokens)
+        if share.groups > 1 and mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
+            mask = mask.index_select(-2, share.row(torch.arange(query.shape[2], device=mask.device), length))
         if key.shape[1] == query.shape[1]:
             del options["enable_gqa"]  # not all kernels have it
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any = LAST_QUERIES, causal: bool = False) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, causal, **options)
+
         with self.inside():
-            out = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **options)
-        return self.to_tokens(out, 1, 2)
+            if is_causal and mask is None and query.shape[2] < tokens:
+                out = share.causal(length, attend, query, key, value, 2)
+            else:
+                out = attend(query, key, value, mask, is_causal)
+        return self.to_tokens(share, out, 1, 2)
 
 
 class _Swap(torch.autograd.Function):
@@ -161,13 +243,13 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sequence: SequenceParallel, scatter: int, gather: int, label: str, *tensors: Tensor
+        ctx: Any, sequence: SequenceParallel, ranks: Sequence[int] | None, scatter: int, gather: int, label: str, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.sequence, ctx.dims, ctx.label = sequence, (scatter, gather), label
-        return tuple(sequence.swap(tensors, scatter, gather, label))
+        ctx.sequence, ctx.ranks, ctx.dims, ctx.label = sequence, ranks, (scatter, gather), label
+        return tuple(sequence.swap(tensors, scatter, gather, label, ranks))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         scatter, gather = ctx.dims
-        return None, None, None, None, *ctx.sequence.swap(grads, gather, scatter, f"{ctx.label} in backward")
+        return (None,) * 5 + tuple(ctx.sequence.swap(grads, gather, scatter, f"{ctx.label} in backward", ctx.ranks))

@@ -90,15 +90,14 @@ class MeshAxes:
         raise UsageError(f"{got}; {word} = {model} needs a multiple of it: try {near} ranks")
 
     def check_model(self, shape: GPTConfig) -> None:
-        """Raise UsageError unless tp and sp divide the heads, sp divides a sequence, and each stage of pp gets a block."""
-        for name in ("tp", ALONG):
-            if shape.heads % (size := getattr(self, name)):
-                divisors = [count for count in range(1, shape.heads + 1) if shape.heads % count == 0]
-                near = {max(d for d in divisors if d <= size), min((d for d in divisors if d > size), default=shape.heads)}
-                raise UsageError(
-                    f"--mesh: expected {name} to divide the model's {shape.heads} heads, got {name}={size}; "
-                    f"the nearest: {' or '.join(f'{name}={d}' for d in sorted(near))}"
-                )
+        """Raise UsageError unless tp divides the heads, sp divides a sequence, and each stage of pp gets a block."""
+        if shape.heads % self.tp:
+            divisors = [count for count in range(1, shape.heads + 1) if shape.heads % count == 0]
+            near = {max(d for d in divisors if d <= self.tp), min((d for d in divisors if d > self.tp), default=shape.heads)}
+            raise UsageError(
+                f"--mesh: expected tp to divide the model's {shape.heads} heads, got tp={self.tp}; "
+                f"the nearest: {' or '.join(f'tp={d}' for d in sorted(near))}"
+            )
         if self.sp > 1 and shape.positions == "alibi":
             raise UsageError(
                 "--mesh: expected no sp for a model with ALiBi, whose bias is made for the tokens of a rank; leave out sp"

@@ -109,14 +109,18 @@ class FakeComm(DirectComm):
         self, output: Tensor, input: Tensor, label: str = "all-to-all", output_counts: Sequence[int] | None = None,
         input_counts: Sequence[int] | None = None,
     ) -> Collective:  # fmt: skip
-        """Start to send the parts of `input`; all but this rank's own count, as if they were equal."""
-        if output_counts is None:
+        """Start to send the parts of `input`; all but this rank's own count, as if those that are not empty were equal."""
+        if output.numel() == input.numel():
             output.view(-1).copy_(input.view(-1))  # as if all peers had sent the same as this rank
-        return self._start(label, input.nbytes // self.world_size, distinct=True)
+        among = [rank for rank in range(self.world_size) if input_counts is None or input_counts[rank]]
+        return self._start(label, input.nbytes // max(1, len(among)), True, among)
 
-    def _start(self, label: str, nbytes: int, distinct: bool = False) -> Collective:
-        sent = self.sent(nbytes)
-        return _Watched(self.watcher, self.watcher.sent(label, sent, self.world_size, distinct), sent, self.ordered)
+    def _start(self, label: str, nbytes: int, distinct: bool = False, among: Sequence[int] | None = None) -> Collective:
+        """Start to send `nbytes` to each of these ranks but this one. None: all."""
+        among = range(self.world_size) if among is None else among
+        near = [self.nodes[rank] == self.nodes[self.rank] for rank in among if rank != self.rank]
+        sent = Sent(sum(near) * nbytes, (len(near) - sum(near)) * nbytes)
+        return _Watched(self.watcher, self.watcher.sent(label, sent, len(among), distinct), sent, self.ordered)
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         return [payload] * self.world_size

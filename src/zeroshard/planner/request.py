@@ -57,7 +57,7 @@ class Request:
         return Config.build(None, **self.options)
 
     def plan(self, stage: int = 0) -> Plan:
-        """Return the plan of the first rank of a stage of the pipeline. Raises ConfigError."""
+        """Return the plan of one rank of a stage of the pipeline. Raises ConfigError."""
         from .dry_run import plan
 
         heads, layers, tp, pp = self.source.heads, self.source.layers, self.axes[TP], self.axes[PP]
@@ -68,10 +68,8 @@ class Request:
                 f"mesh: expected tp to divide the {heads} heads of {self.source.name}, got tp={tp}; the nearest: tp={best}."
             )
         along = self.axes.get(SP, 1)
-        if (heads and heads % along) or self.seq % along:
-            raise ConfigError(
-                f"mesh: expected sp to divide the {heads} heads of {self.source.name} and the {self.seq:,} tokens of a sequence, got sp={along}."
-            )
+        if self.seq % along:
+            raise ConfigError(f"mesh: expected sp to divide the {self.seq:,} tokens of a sequence, got sp={along}.")
         if layers and pp > layers:
             raise ConfigError(
                 f"mesh: expected at most {layers} stages, as {self.source.name} has layers, got pp={pp}; the nearest: pp={layers}."
@@ -86,7 +84,7 @@ class Request:
             )
         made = plan(
             self.source.build, axes=self.axes, batch=batch, loss=loss, micro_batches=self.micro_batches, name=self.source.name,
-            rank=stage * (self.ranks // pp), node_size=self.ranks_of_node,
+            rank=self._rank(stage), node_size=self.ranks_of_node,
             hardware=self.hardware, checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
         )  # fmt: skip
         if example is not None:  # here `tokens` counts samples, from which throughput is computed
@@ -100,8 +98,12 @@ class Request:
 
     def traces(self, known: Iterable[Plan] = ()) -> list[Trace]:
         """Return the trace of one rank of each stage. known: plans that were made already."""
-        made, ranks_of_stage = {plan.rank: plan.trace for plan in known}, self.ranks // self.axes[PP]
-        return [made.get(stage * ranks_of_stage) or self.plan(stage).trace for stage in range(self.axes[PP])]
+        made = {plan.rank: plan.trace for plan in known}
+        return [made.get(self._rank(stage)) or self.plan(stage).trace for stage in range(self.axes[PP])]
+
+    def _rank(self, stage: int) -> int:
+        """Return the rank that is planned for a stage: the first one, but the last along sp, which computes most in attention."""
+        return stage * (self.ranks // self.axes[PP]) + self.axes.get(SP, 1) - 1
 
     def simulated(self, known: Iterable[Plan] = (), utilisation: float = 1.0, latency_s: float | None = None) -> Simulation:
         """Simulate a step on the hardware, as `zeroshard simulate` and `zeroshard plan --auto` do. known: as of `traces`."""

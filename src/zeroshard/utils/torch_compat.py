@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 # renamed in torch 2.13; the old names warn there
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# the kernels of scaled_dot_product_attention on a CPU, which also return or take the log-sum-exp of each query's scores
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 _LATER = {  # names imported on first use, since their modules take a second: name here -> (module, name there)
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
