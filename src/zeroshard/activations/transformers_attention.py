@@ -40,6 +40,12 @@ class _Forward:
     positions: Tensor | None
 
 
+def is_pretrained(module: nn.Module) -> bool:
+    """Return whether a module is a model of Transformers; False, without its import, if the program has not imported it."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
 def check(name: str, model: Any, size: int) -> None:
     """Raise ConfigError if the attention of a Transformers model can not be shared by `size` ranks along sp."""
     config, what = model.config, f"sp: {type(model).__name__}{f' ({name})' if name else ''}"
