@@ -33,7 +33,7 @@ from .optim.validation import check_optimizer
 from .tensor import distributed
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
-from .utils.axes import SP
+from .utils.axes import SP, TP
 from .zero import hooks, init_context
 from .zero.along_axis import Line, check_axes, connect
 from .zero.auto_stage import choose, is_auto
@@ -149,7 +149,7 @@ def _shard(
     check_optimizer(optimizer, specs, config.delayed_update is not None)
     device = device_of(specs)
     if axes.size(SP) > 1:
-        sequence_parallel.check(model, axes.size(SP))
+        sequence_parallel.check(model, axes.size(SP), axes.size(TP))
 
     # open communicators; the checks that follow are collective, and make sure of equal models, options and values
     group, peers, world = axes.open(device, config.stall_timeout_s)

@@ -34,7 +34,9 @@ def test_over_sp_it_is_that_of_all_tokens(stage):
 
 
 @pytest.mark.parametrize(
-    "data", [batches(rows=4, tokens=15), batches(rows=4, attention_mask=MASKED), PROMPTS], ids=["odd length", "padding", "prompts"]
+    "data",
+    [batches(rows=4, tokens=15), batches(rows=4, attention_mask=MASKED), PROMPTS],
+    ids=["odd length", "padding", "prompts"],
 )
 def test_tokens_that_do_not_count_and_ranks_of_other_weights(data):
     assert_equals_one_process(mixture(), data, {"dp": 2, "sp": 2}, stage=2)

@@ -26,31 +26,32 @@ SMALL = {
 
 
 @functools.cache
-def model_of(kind: str) -> nn.Module:
-    """kind: a model, or Llama with an attention function or an option."""
+def model_of(kind: str, **other) -> nn.Module:
+    """kind: a model, or Llama with an attention function or an option. other: entries of its configuration."""
+    small = SMALL | other
     with seeding(0):
         if kind == "gpt2":
             off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
             ends = {"bos_token_id": 0, "eos_token_id": 0}
             return transformers.GPT2LMHeadModel(
                 transformers.GPT2Config(
-                    vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=64, **off, **ends
+                    vocab_size=small["vocab_size"], n_embd=WIDTH, n_layer=small["num_hidden_layers"], n_head=HEADS, n_positions=64, **off, **ends
                 )
             )
         if kind == "qwen3":
-            return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=8))
+            return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**small, head_dim=8))
         if kind == "mixtral":
-            return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, num_local_experts=4))
+            return transformers.MixtralForCausalLM(transformers.MixtralConfig(**small, num_local_experts=4))
         if kind == "gpt_oss":  # attention sinks, windows in every other layer
-            options = SMALL | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}
+            options = small | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}
             return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options))
         if kind == "mistral":  # every layer has a sliding window
-            return transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=5))
+            return transformers.MistralForCausalLM(transformers.MistralConfig(**small, sliding_window=5))
         if kind == "bert":
-            options = SMALL | {"num_key_value_heads": None, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+            options = small | {"num_key_value_heads": None, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
             return transformers.BertForMaskedLM(transformers.BertConfig(**options))
         options = {"attn_implementation": "eager"} if kind == "eager" else {}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **options))
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **options))
 
 
 def batches(rows: int = 2, tokens: int = 16, steps: int = STEPS, **entries: torch.Tensor) -> list[dict]:

@@ -38,7 +38,9 @@ from .ulysses import active_in, sequence_of
 
 _NAME = "load_balancing_loss_func"  # Transformers' function, in the module of each model that has the loss
 _FORM = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # its arguments; a function with others computes something else
-_inside = threading.local()  # .runtimes: of models whose forwards run in this thread, the outermost first; .stage: the one that runs
+_inside = (
+    threading.local()
+)  # .runtimes: of models whose forwards run in this thread, the outermost first; .stage: the one that runs
 
 
 @dataclass
@@ -46,7 +48,8 @@ class StageSums:
     """What the loss of a running stage adds up: (2 E + 1,) fp64, of all layers so far choices and probabilities of each expert, and
     tokens. fp64, since counts must not be rounded where the precision is bf16.
 
-    received: of the stages before; None in the first one. sent: with this stage's own. experts: E, once the loss was computed.
+    received: of the stages before; None in the first one. sent: with this stage's own; in the last stage the loss, a number.
+    experts: E, once the forward has called the loss.
     """
 
     device: torch.device
@@ -152,14 +155,17 @@ def balance_loss(
         tokens = tokens + weights.sum()
     sums = torch.cat([counts, mass, tokens.view(1)]).double()
     if stage is not None:
-        stage.experts, stage.sent = num_experts, sums if stage.received is None else stage.received + sums
-        sums = stage.sent
+        sums = sums if stage.received is None else stage.received + sums
+        stage.experts, stage.sent = num_experts, sums
         if not stage.last:
             return sums.new_zeros(())  # which no one reads
     if runtime is not None and not runtime.comm.imagined:
         sums = _OverRanks.apply(sums, runtime)
     counts, mass, tokens = sums.split([num_experts, num_experts, 1])
-    return (counts.detach() / tokens.detach() * mass / tokens.detach()).sum().float() * num_experts
+    loss = (counts.detach() / tokens.detach() * mass / tokens.detach()).sum().float() * num_experts
+    if stage is not None:
+        stage.sent = loss
+    return loss
 
 
 class _OverRanks(torch.autograd.Function):

@@ -49,11 +49,11 @@ class _Attention(TorchFunctionMode):
 # -- a model -------------------------------------------------------------------------------------------------------
 
 
-def check(model: nn.Module, size: int) -> None:
-    """Raise ConfigError if a model can not be sharded over `size` ranks along sp."""
+def check(model: nn.Module, size: int, tp: int = 1) -> None:
+    """Raise ConfigError if a model can not be sharded over `size` ranks along sp, each with the heads that `tp` ranks leave it."""
     for name, module in model.named_modules():
         if transformers_attention.is_pretrained(module):
-            transformers_attention.check(name, module, size)
+            transformers_attention.check(name, module, size, tp)
 
 
 def attach(runtime: Runtime, line: Line) -> None:

@@ -57,7 +57,7 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
     rank, size, comm = _place(where)
     entries: dict[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     if comm is not None:
-        _check_same(entries, comm)
+        check_same(entries, comm)
     mask_added = not shift_labels or (isinstance(where, nn.Module) and router_loss.is_added_by(where))
     found = cut(entries, rank, size, shift_labels=shift_labels, pad_token_id=pad_token_id, mask_added=mask_added)
     return found["input_ids"] if isinstance(batch, Tensor) else found
@@ -136,8 +136,10 @@ def _filling(name: str, value: Tensor, dim: int, added: int, pad_token_id: int) 
     return torch.full_like(last, fill).repeat_interleave(added, dim)
 
 
-def _check_same(entries: Mapping[str, Any], comm: DirectComm) -> None:
+def check_same(entries: Mapping[str, Any], comm: DirectComm) -> None:
     """Raise ConfigError, on all ranks along sp, unless they have the same sequences (collective)."""
+    if comm.imagined:  # its tensors have no values
+        return
     tensors = {name: value for name, value in sorted(entries.items()) if isinstance(value, Tensor)}
     mine = {name: [list(value.shape), zlib.crc32(_bytes(value))] for name, value in tensors.items()}
     everyone = [json.loads(part) for part in comm.exchange(json.dumps(mine).encode(), "zs.shard_sequence")]

@@ -67,10 +67,11 @@ class Request:
             raise ConfigError(
                 f"mesh: expected tp to divide the {heads} heads of {self.source.name}, got tp={tp}; the nearest: tp={best}."
             )
-        along = self.axes.get(SP, 1)
-        if (heads and heads % along) or self.seq % along:
+        along, left = self.axes.get(SP, 1), (heads or 0) // tp
+        if left % along or self.seq % along:
             raise ConfigError(
-                f"mesh: expected sp to divide the {heads} heads of {self.source.name} and the {self.seq:,} tokens of a sequence, got sp={along}."
+                f"mesh: expected sp to divide the {left} heads of {self.source.name}{f' on a rank of tp={tp}' * (tp > 1)} and the "
+                f"{self.seq:,} tokens of a sequence, got sp={along}."
             )
         if layers and pp > layers:
             raise ConfigError(
