@@ -139,9 +139,7 @@ def run_cell(cell: Cell, folder: Path, rank: int) -> tuple:
     place = 0
     for name in ("dp", "ep"):
         place = place * axes.get(name, 1) + (mesh[name].get_local_rank() if name in axes else 0)
-    run = zs.parallelize(
-        made(cell.model), mesh, optimizer=optimizer, micro_batches=cell.micro, stage=cell.stage, **cell.options
-    )
+    run = zs.parallelize(made(cell.model), mesh, optimizer=optimizer, micro_batches=cell.micro, stage=cell.stage, **cell.options)
     one_stage = len(run.models) == 1
     losses = []
     for step, whole in enumerate(data_of(cell)):

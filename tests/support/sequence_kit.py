@@ -35,7 +35,13 @@ def model_of(kind: str, **other) -> nn.Module:
             ends = {"bos_token_id": 0, "eos_token_id": 0}
             return transformers.GPT2LMHeadModel(
                 transformers.GPT2Config(
-                    vocab_size=small["vocab_size"], n_embd=WIDTH, n_layer=small["num_hidden_layers"], n_head=HEADS, n_positions=64, **off, **ends
+                    vocab_size=small["vocab_size"],
+                    n_embd=WIDTH,
+                    n_layer=small["num_hidden_layers"],
+                    n_head=HEADS,
+                    n_positions=64,
+                    **off,
+                    **ends,
                 )
             )
         if kind == "qwen3":

@@ -37,7 +37,7 @@ from ..utils.axes import AXES, other_model_axes, planned_otherwise
 from ..zero.runtime import runtime_of
 from .experts import divide_experts, divisible, expert_imbalance
 from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
-from .stages import StandIn, cut_stages
+from .stages import StandIn, cut_stages, logits_of
 from .styles import ParallelStyles, Style, divides, styles_for
 from .tensor_parallel import apply
 from .tied import exchange_objects
@@ -331,7 +331,7 @@ class Parallel:
                 held = number < self.micro_batches and not away
                 with api.accumulate(self.model) if held else contextlib.nullcontext():
                     output = self.model(x, **others)
-                    loss = whole(self.loss(_logits(output), y))
+                    loss = whole(self.loss(logits_of(output), y))
                     if self._coefficient:
                         loss = loss + self._coefficient * output.aux_loss
                     (loss / self.micro_batches).backward()
@@ -351,7 +351,7 @@ class Parallel:
         with self._context():
             if self.pipeline is None:
                 batches = self._micro_batches(inputs, targets, more)
-                found = [whole(score(_logits(self.model(x, **others)), y)).float() for x, y, others in batches]
+                found = [whole(score(logits_of(self.model(x, **others)), y)).float() for x, y, others in batches]
                 return self._over_sequences(torch.stack(found).mean() * share)
             previous, self.pipeline.loss = self.pipeline.loss, score
             try:
@@ -444,10 +444,3 @@ class Parallel:
     @property
     def world_size(self) -> int:
         return runtime_of(self.model).topology.world.world_size
-
-
-def _logits(output: Any) -> Tensor:
-    """Return the logits of a model's output: a tensor, an output of Transformers, or a tuple that begins with them."""
-    if isinstance(output, Tensor):
-        return output
-    return output.logits if hasattr(output, "logits") else output[0]

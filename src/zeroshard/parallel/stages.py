@@ -90,8 +90,15 @@ class Stage:
                 f"{type(self).__name__} computes its router's loss in this forward alone, or not in this one: set "
                 "config.output_router_logits before the model is cut into stages, and do not pass it."
             )
-        result = sent if not place.last else output if isinstance(output, Tensor) else output[0]
+        result = logits_of(output) if place.last else sent
         return (result, sums.sent) if place.experts else result
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits of a model's output: a tensor, an output of Transformers, or a tuple that begins with them."""
+    if isinstance(output, Tensor):
+        return output
+    return output.logits if hasattr(output, "logits") else output[0]
 
 
 class StageBlocks(nn.ModuleList):
