@@ -6,6 +6,7 @@ A world of processes goes through all cells of its size; each test looks at what
 import copy
 import functools
 import math
+import os
 import tempfile
 import traceback
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import zeroshard as zs
 from zeroshard.comm.launch import run_processes
 
 pytestmark = pytest.mark.processes
-STEPS, ROWS, TOKENS = 4, 4, 16  # ROWS of a place along dp and ep
+STEPS, ROWS, TOKENS = 3, 4, 16  # ROWS of a place along dp and ep
 NAMES = ("pp", "dp", "ep", "sp", "tp")
 optimizer = functools.partial(torch.optim.Adam, lr=1e-3, eps=1e-6)
 PADDED = torch.ones(ROWS, TOKENS, dtype=torch.long)
@@ -38,13 +39,24 @@ class Cell:
     stage: int
     micro: int = 2
     data: dict = field(default_factory=dict, hash=False)
+    checkpointed: bool = False
     prompts: bool = False  # the first tokens, all those of the first rank along sp, have no labels
     options: dict = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
         mesh = "".join(f"{name}{size}" for name, size in self.axes.items())
-        return "-".join([self.model, mesh, f"stage{self.stage}", *self.data, *["prompts"] * self.prompts, *self.options])
+        return "-".join(
+            [self.model, mesh, f"stage{self.stage}", *self.data, *["prompts"] * self.prompts, *map(str, self.options.values())]
+        )
+
+    @property
+    def layers(self) -> int:
+        return 4 if "schedule" in self.options else 2
+
+    @property
+    def precision(self) -> str:
+        return self.options.get("precision", "fp32")
 
     @property
     def world(self) -> int:
@@ -57,37 +69,40 @@ class Cell:
 
 BUBBLE = {"schedule": "InterleavedZeroBubble"}
 CELLS = [
-    Cell("llama", {"sp": 2, "tp": 2}, 3, data={"position_ids": PACKED}),
+    Cell("llama", {"sp": 2, "tp": 2}, 3, data={"position_ids": PACKED}, checkpointed=True),
     Cell("qwen3", {"sp": 2, "tp": 2}, 1, options={"sequence_parallel": True}),
     Cell("gpt2", {"sp": 2, "tp": 2}, 2, prompts=True),
     Cell("mixtral", {"sp": 2, "tp": 2}, 0, micro=1),
-    Cell("llama", {"pp": 2, "sp": 2}, 1, prompts=True),
+    Cell("llama", {"pp": 2, "sp": 2}, 1, prompts=True, checkpointed=True),
     Cell("eager", {"pp": 2, "sp": 2}, 2, data={"attention_mask": PADDED}),
     Cell("qwen3", {"pp": 2, "sp": 2}, 3, data={"position_ids": PACKED}),
     Cell("gpt2", {"pp": 2, "sp": 2}, 0, micro=4, options={"schedule": "Interleaved1F1B"}),
-    Cell("mixtral", {"pp": 2, "sp": 2}, 2, data={"attention_mask": PADDED}),
-    Cell("mixtral", {"pp": 2, "sp": 2}, 1, micro=4, options=BUBBLE),
+    Cell("mixtral", {"pp": 2, "sp": 2}, 3, data={"attention_mask": PADDED}),
     Cell("mixtral", {"pp": 2, "dp": 2}, 1, micro=4, options=BUBBLE),
-    Cell("mixtral", {"pp": 2, "ep": 2}, 1, micro=4, options={"schedule": "ZBVZeroBubble"}),
+    Cell("qwen3moe", {"pp": 2, "ep": 2}, 2),
     Cell("mixtral", {"pp": 2, "tp": 2}, 2),
-    Cell("mixtral", {"dp": 2, "tp": 2}, 3),
     Cell("mixtral", {"ep": 2, "sp": 2}, 3, data={"attention_mask": PADDED}),
-    Cell("mixtral", {"ep": 2, "tp": 2}, 2),
-]
-EIGHT = [
     Cell("llama", {"pp": 2, "dp": 2, "sp": 2}, 2),
-    Cell("gpt2", {"pp": 2, "sp": 2, "tp": 2}, 1),
-    Cell("mixtral", {"pp": 2, "ep": 2, "sp": 2}, 1),
+    Cell("mixtral", {"pp": 2, "ep": 2, "sp": 2}, 1, options={"precision": "bf16"}),
 ]
+if os.environ.get("ZEROSHARD_SLOW") == "1":
+    CELLS += [
+        Cell("mixtral", {"pp": 2, "sp": 2}, 1, micro=4, options=BUBBLE),
+        Cell("mixtral", {"pp": 2, "ep": 2}, 1, micro=4, options={"schedule": "ZBVZeroBubble"}),
+        Cell("mixtral", {"dp": 2, "tp": 2}, 3),
+        Cell("mixtral", {"ep": 2, "tp": 2}, 2),
+        Cell("gpt2", {"pp": 2, "sp": 2, "tp": 2}, 1),
+        Cell("mixtral", {"pp": 2, "ep": 2, "sp": 2}, 1),
+    ]
 
 
-def made(kind: str) -> torch.nn.Module:
-    model = copy.deepcopy(model_of(kind, vocab_size=64, num_hidden_layers=4))
-    if kind == "mixtral":  # routers that choose experts unevenly, so that their loss is far from its least value
+def made(kind: str, layers: int) -> torch.nn.Module:
+    model = copy.deepcopy(model_of(kind, vocab_size=64, num_hidden_layers=layers))
+    if kind in ("mixtral", "qwen3moe"):  # routers that choose experts unevenly, so that their loss is far from its least value
         model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
         with torch.no_grad():
-            for layer in model.model.layers:
-                layer.mlp.gate.weight.mul_(30)
+            for name, param in model.named_parameters():
+                param.mul_(30 if name.endswith("gate.weight") else 1)
     return model
 
 
@@ -115,8 +130,8 @@ def micro_batches(cell: Cell, whole: dict) -> list[list[dict]]:
 
 def one_process(cell: Cell, folder: Path) -> tuple[list[float], dict]:
     """(losses, weights); checkpoints after one step, and at the end."""
-    model = made(cell.model)
-    model, stepper = zs.shard(model, adam(model), stage=0)
+    model = made(cell.model, cell.layers)
+    model, stepper = zs.shard(model, adam(model), stage=0, precision=cell.precision)
     losses = []
     for step, whole in enumerate(data_of(cell)):
         total = 0.0
@@ -129,18 +144,22 @@ def one_process(cell: Cell, folder: Path) -> tuple[list[float], dict]:
         losses.append(total)
         if step == 0:
             zs.save(folder / cell.name / "one", model, stepper)
-    return losses, zs.full_state_dict(model)
+    return losses, zs.full_state_dict(model, masters=True)
 
 
 def run_cell(cell: Cell, folder: Path, rank: int) -> tuple:
-    """(losses from the second step on, weights): training goes on from the checkpoint of one process."""
+    """(losses, weights). After its first step it goes on from the checkpoint of one process."""
     axes = {name: cell.axes[name] for name in NAMES if name in cell.axes}
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     place = 0
     for name in ("dp", "ep"):
         place = place * axes.get(name, 1) + (mesh[name].get_local_rank() if name in axes else 0)
-    run = zs.parallelize(made(cell.model), mesh, optimizer=optimizer, micro_batches=cell.micro, stage=cell.stage, **cell.options)
+    run = zs.parallelize(
+        made(cell.model, cell.layers), mesh, optimizer=optimizer, micro_batches=cell.micro, stage=cell.stage, **cell.options
+    )
     one_stage = len(run.models) == 1
+    if cell.checkpointed:
+        zs.checkpoint_activations(run.model)
     losses = []
     for step, whole in enumerate(data_of(cell)):
         own = {name: value.chunk(cell.places)[place] for name, value in whole.items()}
@@ -157,7 +176,7 @@ def run_cell(cell: Cell, folder: Path, rank: int) -> tuple:
     assert len({each.item() for each in everyone}) == cell.places, "the loss is the same along pp, sp and tp"
     if "sp" in axes:
         assert "sp: " in run.report()
-    weights = {name: value for part in run.models for name, value in zs.full_state_dict(part).items()}
+    weights = {name: value for part in run.models for name, value in zs.full_state_dict(part, masters=True).items()}
     run.close()
     return losses, weights
 
@@ -178,26 +197,27 @@ def _on_ranks(rank: int, ranks: int, cells: list[Cell], folder: Path) -> dict:
 @functools.cache
 def results(world: int) -> tuple[Path, dict, list]:
     folder = Path(tempfile.mkdtemp(prefix="axes-"))
-    cells = CELLS if world == 4 else EIGHT
+    cells = [cell for cell in CELLS if cell.world == world]
     expected = {cell.name: one_process(cell, folder) for cell in cells}
     return folder, expected, run_processes(_on_ranks, world, cells, folder, timeout_s=400)
 
 
-@pytest.mark.parametrize("cell", [*CELLS, *EIGHT], ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_equal_to_one_process(cell):
     folder, expected, everyone = results(cell.world)
     losses, weights = expected[cell.name]
     union: dict = {}
+    near, apart = (1e-6, 1e-5) if cell.precision == "fp32" else (2e-2, 6e-3)
     for found in everyone:
         assert cell.name in found, f"another cell failed before: {list(found)[-1]}"
         assert isinstance(found[cell.name], tuple), found[cell.name]
-        assert found[cell.name][0] == pytest.approx(losses, rel=1e-6)
+        assert found[cell.name][0] == pytest.approx(losses, rel=near)
         union |= found[cell.name][1]
     for name, value in weights.items():
-        torch.testing.assert_close(union[name], value, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(union[name], value, rtol=0, atol=apart, msg=lambda text, name=name: f"{name}: {text}")
     if (folder / cell.name / "mesh").exists():
-        model = made(cell.model)
-        model, stepper = zs.shard(model, adam(model), stage=1)
+        model = made(cell.model, cell.layers)
+        model, stepper = zs.shard(model, adam(model), stage=1, precision=cell.precision)
         zs.load(folder / cell.name / "mesh", model, stepper)
-        for name, value in zs.full_state_dict(model).items():
+        for name, value in zs.full_state_dict(model, masters=True).items():
             assert torch.equal(value, union[name]), name

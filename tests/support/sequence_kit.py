@@ -48,6 +48,10 @@ def model_of(kind: str, **other) -> nn.Module:
             return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**small, head_dim=8))
         if kind == "mixtral":
             return transformers.MixtralForCausalLM(transformers.MixtralConfig(**small, num_local_experts=4))
+        if kind == "qwen3moe":  # the first half of its layers has no experts
+            dense = list(range(small["num_hidden_layers"] // 2))
+            options = small | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options, mlp_only_layers=dense))
         if kind == "gpt_oss":  # attention sinks, windows in every other layer
             options = small | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}
             return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options))

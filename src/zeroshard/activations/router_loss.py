@@ -38,9 +38,7 @@ from .ulysses import active_in, sequence_of
 
 _NAME = "load_balancing_loss_func"  # Transformers' function, in the module of each model that has the loss
 _FORM = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # its arguments; a function with others computes something else
-_inside = (
-    threading.local()
-)  # .runtimes: of models whose forwards run in this thread, the outermost first; .stage: the one that runs
+_inside = threading.local()  # .runtimes: of models whose forwards run, the outermost first; .stage: that of the stage that runs
 
 
 @dataclass
