@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import ConfigError
 from ..zero import hooks
 from ..zero.runtime import Runtime
-from .transformers_attention import is_pretrained
+from . import transformers_attention
 from .ulysses import active_in, sequence_of
 
 _NAME = "load_balancing_loss_func"  # Transformers' function, in the module of each model that has the loss
@@ -43,8 +43,8 @@ _inside = threading.local()  # .runtimes: of models whose forwards run, the oute
 
 @dataclass
 class StageSums:
-    """What the loss of a running stage adds up: (2 E + 1,) fp64, of all layers so far choices and probabilities of each expert, and
-    tokens. fp64, since counts must not be rounded where the precision is bf16.
+    """The sums for the loss in a running stage, (2 E + 1,): of all layers so far choices and probabilities of each expert, and
+    tokens. They are in fp64, since counts must not be rounded where the precision is bf16.
 
     received: of the stages before; None in the first one. sent: with this stage's own; in the last stage the loss, a number.
     experts: E, once the forward has called the loss.
@@ -112,7 +112,11 @@ def replace(model: nn.Module) -> None:
 
 def _sources(module: nn.Module) -> list[ModuleType]:
     """Return the Python modules that define a class of Transformers' model and the function that this file knows."""
-    files = {cls.__module__: sys.modules.get(cls.__module__) for cls in type(module).__mro__ if is_pretrained(module)}
+    files = {
+        cls.__module__: sys.modules.get(cls.__module__)
+        for cls in type(module).__mro__
+        if transformers_attention.is_pretrained(module)
+    }
     return [file for file in files.values() if file is not None and list(_parameters(file)) == _FORM]
 
 

@@ -76,8 +76,7 @@ def parallelize(
     Args:
         model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or
             on the meta device. Drop your reference afterwards, to free what other ranks hold: this rank's part is `run.model`.
-        mesh: a DeviceMesh whose axes are named "pp", "dp" (or "dp_replicate" and "dp_shard"), "ep", "sp" and "tp"; any may be
-            missing.
+        mesh: a DeviceMesh of some of the axes "pp", "dp" (or "dp_replicate" and "dp_shard"), "ep", "sp" and "tp".
         optimizer: parameters -> optimizer, a class or functools.partial(AdamW, lr=...). It is called with the parameters of each
             of the rank's stages; for a stage without trained parameters, with a trained dummy parameter of one element.
         micro_batches: number of micro-batches of a step: a pipeline overlaps them; without one they run one after the other.
@@ -94,8 +93,7 @@ def parallelize(
         config, options: as of zs.shard (stage, precision, max_grad_norm, offload_optimizer, ...).
 
     Raises:
-        ConfigError: an axis does not divide heads, features, experts, blocks or ranks, or the model's tokens can not be computed
-            apart along sp. Nothing has changed.
+        ConfigError: an axis does not divide heads, features, experts, blocks, tokens or ranks. Nothing has changed.
 
     Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
     """
@@ -104,9 +102,8 @@ def parallelize(
         raise ConfigError(f"micro_batches: expected a whole number of at least 1, got {micro_batches!r}.")
     if "plan" in options:
         raise ConfigError("plan is now styles: zs.parallelize(styles={name: style}), of tensor parallelism.")
-    planned = (config, read_layout(config)) if isinstance(config, (str, os.PathLike)) else None
-    if planned is not None:
-        _check_planned(*planned, mesh)
+    if isinstance(config, (str, os.PathLike)):
+        _check_planned(config, read_layout(config), mesh)
     config = Config.build(config, **options)
     divided = divisible(model, sizes["ep"], experts, capacity_factor) if sizes["ep"] > 1 else {}
     chosen = _styles(model, styles, sizes["tp"], divided)
@@ -121,9 +118,7 @@ def parallelize(
         _apply_part(module, mesh, chosen, sequence_parallel, loss_parallel)
         _divide_part(module, mesh, divided, capacity_factor)
     made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
-    pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = [
-        api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)
-    ]
+    pairs = [api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)]
     context = dtensor_parallel.loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
     return Parallel(mesh, pairs, micro_batches, name, loss, context, coefficient, takes)
 
@@ -277,7 +272,7 @@ class Parallel:
     """
 
     def __init__(
-        self, mesh: DeviceMesh, pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]], micro_batches: int, schedule: str,
+        self, mesh: DeviceMesh, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer | None]], micro_batches: int, schedule: str,
         loss: Score | None, context: Callable[[], contextlib.AbstractContextManager],
         coefficient: float, takes: Collection[str],
     ) -> None:  # fmt: skip
