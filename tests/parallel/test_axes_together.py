@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from sequence_kit import adam, batches, model_of
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -128,8 +129,8 @@ def micro_batches(cell: Cell, whole: dict) -> list[list[dict]]:
     return parts
 
 
-def one_process(cell: Cell, folder: Path) -> tuple[list[float], dict]:
-    """(losses, weights); checkpoints after one step, and at the end."""
+def one_process(cell: Cell, folder: Path) -> tuple[list[float], dict, float]:
+    """(losses, weights, summed cross-entropy of the last batch); a checkpoint after one step."""
     model = made(cell.model, cell.layers)
     model, stepper = zs.shard(model, adam(model), stage=0, precision=cell.precision)
     losses = []
@@ -144,11 +145,14 @@ def one_process(cell: Cell, folder: Path) -> tuple[list[float], dict]:
         losses.append(total)
         if step == 0:
             zs.save(folder / cell.name / "one", model, stepper)
-    return losses, zs.full_state_dict(model, masters=True)
+    with torch.no_grad():
+        logits = model(**{name: value for name, value in whole.items() if name != "labels"}, use_cache=False).logits
+    score = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), whole["labels"][:, 1:].flatten(), reduction="sum")
+    return losses, zs.full_state_dict(model, masters=True), score.item()
 
 
 def run_cell(cell: Cell, folder: Path, rank: int) -> tuple:
-    """(losses, weights). After its first step it goes on from the checkpoint of one process."""
+    """(losses, weights, score). After its first step it goes on from the checkpoint of one process."""
     axes = {name: cell.axes[name] for name in NAMES if name in cell.axes}
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     place = 0
@@ -165,20 +169,26 @@ def run_cell(cell: Cell, folder: Path, rank: int) -> tuple:
         own = {name: value.chunk(cell.places)[place] for name, value in whole.items()}
         labels = own.pop("labels")
         targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
-        loss = run.step(own.pop("input_ids"), targets, **own)
-        everyone = [torch.zeros_like(loss) for _ in range(cell.world)]
-        dist.all_gather(everyone, loss)
-        losses.append(torch.stack(everyone).double().mean().item())
+        tokens = own.pop("input_ids")
+        everyone = of_all_ranks(run.step(tokens, targets, **own))
+        losses.append(everyone.mean().item())
         if step == 0 and one_stage:
             zs.load(folder / cell.name / "one", run.model, run.optimizer)
     if one_stage:
         zs.save(folder / cell.name / "mesh", run.model, run.optimizer)
-    assert len({each.item() for each in everyone}) == cell.places, "the loss is the same along pp, sp and tp"
+    assert len(everyone.unique()) == cell.places, "the loss is the same along pp, sp and tp"
+    score = of_all_ranks(run.evaluate(tokens, targets, **own)).mean().item() * cell.places
     if "sp" in axes:
         assert "sp: " in run.report()
     weights = {name: value for part in run.models for name, value in zs.full_state_dict(part, masters=True).items()}
     run.close()
-    return losses, weights
+    return losses, weights, score
+
+
+def of_all_ranks(value: torch.Tensor) -> torch.Tensor:
+    found = [torch.zeros_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, value)
+    return torch.stack(found).double()
 
 
 def _on_ranks(rank: int, ranks: int, cells: list[Cell], folder: Path) -> dict:
@@ -205,13 +215,14 @@ def results(world: int) -> tuple[Path, dict, list]:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_equal_to_one_process(cell):
     folder, expected, everyone = results(cell.world)
-    losses, weights = expected[cell.name]
+    losses, weights, score = expected[cell.name]
     union: dict = {}
     near, apart = (1e-6, 1e-5) if cell.precision == "fp32" else (2e-2, 6e-3)
     for found in everyone:
         assert cell.name in found, f"another cell failed before: {list(found)[-1]}"
         assert isinstance(found[cell.name], tuple), found[cell.name]
         assert found[cell.name][0] == pytest.approx(losses, rel=near)
+        assert found[cell.name][2] == pytest.approx(score, rel=near)
         union |= found[cell.name][1]
     for name, value in weights.items():
         torch.testing.assert_close(union[name], value, rtol=0, atol=apart, msg=lambda text, name=name: f"{name}: {text}")

@@ -70,6 +70,17 @@ def coefficient(model: nn.Module) -> float:
     )
 
 
+def of_output(output: Any) -> Tensor:
+    """Return the router's loss in a model's output. Raise ConfigError if it has none."""
+    loss = getattr(output, "aux_loss", None)
+    if loss is None:
+        raise ConfigError(
+            f"the model has output_router_logits=True, and its output ({type(output).__name__}) no aux_loss that would count: set "
+            "config.output_router_logits = False, or return_dict = True."
+        )
+    return loss
+
+
 def is_added_by(model: nn.Module) -> bool:
     """Return whether a model, or one inside of it, adds its router's loss to its own."""
     return any(getattr(getattr(module, "config", None), "output_router_logits", False) for module in model.modules())
@@ -128,7 +139,9 @@ def _replaced(original: Callable) -> Callable:
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         runtime, stage = (getattr(_inside, "runtimes", None) or [None])[-1], getattr(_inside, "stage", None)
-        return original(*args, **kwargs) if runtime is stage is None else balance_loss(runtime, stage, *args, **kwargs)
+        if runtime is None and stage is None:
+            return original(*args, **kwargs)
+        return balance_loss(runtime, stage, *args, **kwargs)
 
     return chosen
 

@@ -328,7 +328,7 @@ class Parallel:
                     output = self.model(x, **others)
                     loss = whole(self.loss(logits_of(output), y))
                     if self._coefficient:
-                        loss = loss + self._coefficient * output.aux_loss
+                        loss = loss + self._coefficient * router_loss.of_output(output)
                     (loss / self.micro_batches).backward()
                 losses.append(loss.detach().float())
             return self._over_sequences(torch.stack(losses).mean())

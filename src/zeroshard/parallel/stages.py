@@ -73,12 +73,13 @@ class Stage:
 
     def forward(self, *args: Tensor, **kwargs: object) -> Tensor | tuple | None:
         """Return hidden states, or logits in the last stage; beside them the sums, or the value, of the router's loss if there is one."""
-        place, sums = self.pipeline_stage, StageSums(args[0].device, self.pipeline_stage.last)
+        place, device = self.pipeline_stage, find_tensors((args, kwargs))[0].device
+        sums = StageSums(device, place.last)
         if place.index > 0:
             hidden, *received = args
             place.received, sums.received = hidden, next(iter(received), None)
             # zeros: masks and positions come from the shape
-            args = (torch.zeros(*hidden.shape[: place.leading], *place.tail, dtype=place.dtype, device=hidden.device),)
+            args = (torch.zeros(*hidden.shape[: place.leading], *place.tail, dtype=place.dtype, device=device),)
         try:
             with of_stage(sums):
                 output = super().forward(*args, **place.kwargs | kwargs)  # type: ignore[misc]
