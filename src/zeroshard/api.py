@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from .activations import sequence_parallel
+from .activations import router_loss, sequence_parallel
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
@@ -183,6 +183,8 @@ def _shard(
     hooks.attach(runtime)
     if axes.size(SP) > 1:
         sequence_parallel.attach(runtime, Line(runtime, SP, axes.lines[SP]))
+    if axes.size(SP) > 1 or axes.divided is not None:
+        router_loss.attach(runtime)
     init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(runtime, found, stored)

@@ -74,7 +74,8 @@ def test_axes_have_names_and_an_order_of_their_own():
         (["--mesh", "tp=2", "--tile-max-bytes", "4096"], ["--tile-max-bytes", "cuts weights itself"]),
         (["--mesh", "sp=2", "--seq", "65"], ["sp to divide the 65 tokens of a sequence (--seq)", "got sp=2"]),
         (["--preset", "bloom", "--mesh", "sp=2"], ["no sp for a model with ALiBi"]),
-        (["--mesh", "sp=2,tp=2"], ["sp beside dp only", "leave out tp"]),
+        (["--mesh", "sp=4,tp=2"], ["sp to divide the model's 2 heads that tp=2 leaves", "got sp=4", "the nearest: sp=2"]),
+        (["--mesh", "sp=2,tp=2", "--ranks", "6"], ["sp x tp = 4", "try 4 or 8 ranks"]),
         (["--mesh", "dp=2,sp=2", "--ranks", "8"], ["the 8 ranks", "dp=2,sp=2 = 4", "try --mesh dp=4,sp=2"]),
         (["--schedule", "1f1b"], ["--schedule", "only with stages (--mesh pp=2)"]),
         (["--mesh", "pp=2", "--schedule", "1f2b"], ["--schedule", "1f2b", "zbvzerobubble"]),
@@ -227,9 +228,10 @@ def test_ranks_of_one_place_read_the_same_and_count_once(text, monkeypatch):
 def test_a_run_over_sp_has_the_losses_of_one_rank(text, tmp_path):
     """The rows of n-gram tables that a token reads depend on tokens of the rank before it."""
     losses = []
-    for mesh in ("dp=1", "dp=1,sp=2"):
-        options = ["--mesh", mesh, "--seq", "64", "--global-batch", "2", "--stage", "3", "--sample-bytes", "4", "--quiet"]
+    for mesh in ("dp=1", "dp=1,sp=2", "pp=2,sp=2"):
+        options = ["--mesh", mesh, "--seq", "64", "--global-batch", "4", "--stage", "3", "--quiet"]
+        options += ["--sample-bytes", "4"] if "pp" not in mesh else []
         assert main(_train(text, tmp_path / mesh, *options)) == 0
         rows = [json.loads(line) for line in (tmp_path / mesh / "metrics.jsonl").read_text().splitlines()]
         losses.append([row.get("loss", row.get("held_out_bits_per_byte")) for row in rows])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)

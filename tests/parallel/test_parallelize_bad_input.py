@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import seeding
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
@@ -33,6 +34,18 @@ def model() -> GPT:
         return GPT(GPTConfig(vocab_size=64, seq_len=8, dim=24, layers=4, heads=6, tied=True))
 
 
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 6}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+class Net(nn.Linear):
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+
+MODELS = {"gpt": model, "llama": llama, "without positions": lambda: Net(2, 2)}
 THREE = ("pp", "dp", "tp")
 CASES = [
     ((2, 2), ("data", "model"), {}, r"mesh: expected a DeviceMesh with axes named of .*'pp', 'dp'.*got \('data', 'model'\)"),
@@ -46,15 +59,27 @@ CASES = [
     ((1, 2, 2), THREE, {"micro_batches": 0}, "micro_batches: expected a whole number of at least 1, got 0"),
     ((1, 2, 2), THREE, {"styles": {"blocks.*.mlp.upp": "colwise"}}, "styles: 'blocks.*.mlp.upp' is no module"),
     ((1, 2, 2), THREE, {"stage": 4}, "stage"),
+    (
+        (2, 2),
+        ("sp", "tp"),
+        {"model": "llama"},
+        "has 3 attention heads on a rank, of 2 along tp, which 2 ranks along sp can not share",
+    ),
+    (
+        (2, 2),
+        ("dp", "sp"),
+        {"model": "without positions"},
+        "the forward of Net takes no position_ids, by which a rank along sp would know",
+    ),
 ]
 
 
 @pytest.mark.parametrize("shape, names, options, sentence", CASES, ids=lambda value: str(value)[:30])
 def test_a_sentence_and_nothing_changed(mesh_of, shape, names, options, sentence):
-    mesh, given = mesh_of(shape, names), model()
+    mesh, given = mesh_of(shape, names), MODELS[options.get("model", "gpt")]()
     before = {name: (value, value.clone()) for name, value in given.named_parameters()}
     with pytest.raises(zs.ConfigError, match=sentence):
-        zs.parallelize(given, mesh, optimizer=adam, **options)
+        zs.parallelize(given, mesh, optimizer=adam, **{name: value for name, value in options.items() if name != "model"})
     for name, value in given.named_parameters():
         assert value is before[name][0] and torch.equal(value, before[name][1])
 

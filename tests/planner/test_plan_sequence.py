@@ -44,8 +44,20 @@ def test_activations_and_bytes_of_a_plan(name, size):
     assert f"dp=2, sp={size}" in str(many) and "all-to-all" in many.table()
 
 
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_beside_tp_and_pp_a_rank_exchanges_the_heads_and_layers_that_it_has(name, axes):
+    make, kv, positions = MODELS[name]
+    tp, pp = axes.get("tp", 1), axes.get("pp", 1)
+    found = zs.plan(make, axes={**axes, "sp": 2}, batch=(ROWS, TOKENS), stage=1, micro_batches=2)
+    tokens = 2 * ROWS * TOKENS // 2  # two micro-batches over two ranks
+    exchanged = 4 * 2 * (LAYERS // pp) * (2 * HEADS // tp + 2 * max(kv // tp, 2)) * (DIM // HEADS) * tokens
+    assert found.sent["sp"] == exchanged // 2 + positions * tokens
+    assert found.tokens == tokens
+    hidden = ROWS * TOKENS // 2 * DIM * 4  # bytes between stages, for each micro-batch
+    assert pp == 1 or found.sent["pp"] == 2 * hidden
+
+
 def test_what_does_not_go_with_sp_is_refused():
-    with pytest.raises(zs.ConfigError, match="sp beside dp only"):
-        zs.plan(MODELS["gpt"][0], axes={"tp": 2, "sp": 2}, batch=(1, TOKENS))
     with pytest.raises(zs.ConfigError, match="loss: with an axis sp"):
         zs.plan(MODELS["gpt"][0], axes={"sp": 2}, batch=(1, TOKENS), loss=lambda model, tokens: torch.zeros(()))

@@ -26,22 +26,35 @@ SMALL = {
 
 
 @functools.cache
-def model_of(kind: str, heads: int = HEADS, kv: int = 2) -> nn.Module:
-    """kind: a model, or Llama with an attention function. heads: of queries, each of 8 numbers; kv: of keys and values."""
-    small = SMALL | {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": kv}
+def model_of(kind: str, heads: int = HEADS, kv: int = 2, **other) -> nn.Module:
+    """kind: a model, or Llama with an attention function or an option. heads: of queries, each of 8 numbers; kv: of keys and values.
+
+    other: entries of its configuration.
+    """
+    small = SMALL | {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_key_value_heads": kv} | other
     with seeding(0):
         if kind == "gpt2":
             off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
             ends = {"bos_token_id": 0, "eos_token_id": 0}
             return transformers.GPT2LMHeadModel(
                 transformers.GPT2Config(
-                    vocab_size=VOCAB, n_embd=8 * heads, n_layer=LAYERS, n_head=heads, n_positions=64, **off, **ends
+                    vocab_size=small["vocab_size"],
+                    n_embd=8 * heads,
+                    n_layer=small["num_hidden_layers"],
+                    n_head=heads,
+                    n_positions=64,
+                    **off,
+                    **ends,
                 )
             )
         if kind == "qwen3":
             return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**small, head_dim=8))
         if kind == "mixtral":
             return transformers.MixtralForCausalLM(transformers.MixtralConfig(**small, num_local_experts=4))
+        if kind == "qwen3moe":  # the first half of its layers has no experts
+            dense = list(range(small["num_hidden_layers"] // 2))
+            options = small | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**options, mlp_only_layers=dense))
         if kind == "gpt_oss":  # attention sinks, windows in every other layer
             options = small | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}
             return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options))

@@ -52,7 +52,7 @@ class _Attention(TorchFunctionMode):
 def check(model: nn.Module) -> None:
     """Raise ConfigError if a model can not be sharded over ranks along sp."""
     for name, module in model.named_modules():
-        if _pretrained(module):
+        if transformers_attention.is_pretrained(module):
             transformers_attention.check(name, module)
 
 
@@ -63,7 +63,7 @@ def attach(runtime: Runtime, line: Line) -> None:
     covered: set[nn.Module] = set()
     for module in model.modules():
         of_module[module] = sequence
-        if _pretrained(module):
+        if transformers_attention.is_pretrained(module):
             handles += transformers_attention.attach(module, sequence)
             covered.update(module.modules())
     for module in model.modules():
@@ -72,11 +72,6 @@ def attach(runtime: Runtime, line: Line) -> None:
     handles.append(model.register_forward_hook(_expect_calls(sequence, bool(covered))))
     hooks.also_remove(runtime, handles)
     runtime.schedule.note(f"sequence parallelism: attention over the tokens of {sequence.size} ranks along sp (Ulysses)")
-
-
-def _pretrained(module: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers.modeling_utils")
-    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
 def _with_mode(module: nn.Module, sequence: SequenceParallel) -> list[Any]:

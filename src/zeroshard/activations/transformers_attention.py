@@ -45,6 +45,12 @@ class _Forward:
     positions: Tensor | None
 
 
+def is_pretrained(module: nn.Module) -> bool:
+    """Return whether a module is a model of Transformers; False, without its import, if the program has not imported it."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
 def check(name: str, model: Any) -> None:
     """Raise ConfigError if the attention of a Transformers model can not be shared by ranks along sp."""
     config, what = model.config, f"sp: {type(model).__name__}{f' ({name})' if name else ''}"
@@ -68,7 +74,8 @@ def check(name: str, model: Any) -> None:
 def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     """Let a Transformers model attend to whole sequences; return handles whose removal undoes that."""
     _wrap_registries()
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]  # a stage of a pipeline takes *args
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         stack = _stack()
@@ -78,8 +85,8 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         if "use_cache" in names and kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False  # a cache is for generation, and masks of packed sequences are made without one only
-        stack.append(_begin(module, sequence, kwargs))
-        return (), kwargs
+        stack.append(_begin(module, sequence, args, kwargs))
+        return args[len(names) :], kwargs
 
     def after(*_: object) -> None:
         if _stack():  # else `before` has raised
@@ -98,8 +105,11 @@ def _stack() -> list[_Forward | None]:
     return _local.__dict__.setdefault("stack", [])
 
 
-def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forward:
-    """Begin a model's forward: exchange what masks depend on (collective), and change `kwargs` to those of this rank's tokens."""
+def _begin(model: nn.Module, sequence: SequenceParallel, args: tuple, kwargs: dict) -> _Forward:
+    """Begin a model's forward: exchange what masks depend on (collective), and change `kwargs` to those of this rank's tokens.
+
+    args: the hidden states of a stage of a pipeline, in place of the tokens.
+    """
     mask, positions, what = kwargs.get("attention_mask"), kwargs.get("position_ids"), f"sp: {type(model).__name__}"
     if kwargs.get("past_key_values") is not None:
         raise ConfigError(f"{what}: past_key_values: generation needs the whole model and sequence: zs.close(model) first.")
@@ -120,7 +130,7 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forwa
     whole = sequence.whole(positions, f"{SP} all-gather positions")
     if sequence.comm.imagined or bool((whole.diff(dim=-1) == 1).all()):
         return _Forward(sequence, None, None)
-    tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+    tokens = next(each for each in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if each is not None)
     # without a mask the model would find packed sequences in this rank's positions alone
     kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=whole.device)
     return _Forward(sequence, None, whole.expand(tokens.shape[0], -1))

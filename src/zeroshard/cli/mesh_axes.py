@@ -5,7 +5,7 @@
     dp=2,sp=2           4 ranks; rank = dp index x sp + sp index
 
 In whatever order the axes are given, ranks along tp, which send most, are neighbours, and ranks along pp, which send
-least, are farthest apart, so that tp stays inside of a node where possible. Ranks along ep stand between those of dp and tp.
+least, are farthest apart, so that tp stays inside of a node where possible. Ranks along ep and sp stand between those of dp and tp.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from ..planner.models import GPTConfig
 from .arguments import UsageError, closest
 
-AXES = ("pp", "dp", "ep", "tp")  # outermost first
-ALONG = "sp"  # beside dp only
+AXES = ("pp", "dp", "ep", "sp", "tp")  # outermost first
 
 
 @dataclass(frozen=True)
@@ -35,29 +34,24 @@ class MeshAxes:
         found: dict[str, int] = {}
         for part in text.split(","):
             name, _, count = (word.strip() for word in part.partition("="))
-            if name not in (*AXES, ALONG):
-                raise UsageError(
-                    f"--mesh: expected axes like dp=2,pp=2,tp=2, got {part.strip() or text!r}{closest(name, (*AXES, ALONG))}"
-                )
+            if name not in AXES:
+                raise UsageError(f"--mesh: expected axes like dp=2,pp=2,tp=2, got {part.strip() or text!r}{closest(name, AXES)}")
             if name in found:
                 raise UsageError(f"--mesh: expected each axis once, got {name} twice in {text!r}")
             if not (count.isascii() and count.isdigit() and int(count)):
                 raise UsageError(f"--mesh: expected a positive integer for {name}, got {count!r}; write {name}=2")
             found[name] = int(count)
-        others = [name for name in AXES if name != "dp" and found.get(name, 1) > 1]
-        if found.get(ALONG, 1) > 1 and others:
-            raise UsageError(f"--mesh: expected sp beside dp only, got {text!r}; leave out {others[0]}")
         return cls(**found)
 
     def __str__(self) -> str:
         text = f"dp={self.dp},pp={self.pp},tp={self.tp}" if self.cuts_model or self.sp == 1 else f"dp={self.dp}"
-        return text + "".join(f",{name}={getattr(self, name)}" for name in ("ep", ALONG) if getattr(self, name) > 1)
+        return text + "".join(f",{name}={getattr(self, name)}" for name in ("ep", "sp") if getattr(self, name) > 1)
 
     @property
     def planned(self) -> dict[str, int]:
         """The axes that plans have, by name; ep and sp only where there are several ranks along them."""
-        sizes = {name: getattr(self, name) for name in (*AXES, ALONG)}
-        return {name: size for name, size in sizes.items() if size > 1 or name not in ("ep", ALONG)}
+        sizes = {name: getattr(self, name) for name in AXES}
+        return {name: size for name, size in sizes.items() if size > 1 or name not in ("ep", "sp")}
 
     @property
     def ranks(self) -> int:
@@ -86,7 +80,7 @@ class MeshAxes:
             raise UsageError(f"{got}; try --mesh {replace(self, dp=ranks // model)}")
         below = ranks // model * model
         near = " or ".join(str(count) for count in (below, below + model) if count)
-        word = "sp" if self.sp > 1 else f"pp x tp{' x ep' * (self.ep > 1)}"
+        word = " x ".join(name for name in AXES if name != "dp" and getattr(self, name) > 1)
         raise UsageError(f"{got}; {word} = {model} needs a multiple of it: try {near} ranks")
 
     def check_model(self, shape: GPTConfig) -> None:

@@ -35,6 +35,7 @@ import zeroshard as zs
 
 from ..activations.ulysses import sequence_of
 from ..config import Tier
+from ..data.sequence import cut
 from ..data.text import Batches, Corpus, held_out_windows
 from ..memory.host_memory import resident_nbytes
 from ..planner.measure.forecast import Forecast, forecast
@@ -238,10 +239,11 @@ class Trainer:
     def _micro_batch(self, step: int, micro: int) -> Tensor:
         """Return the loss of this rank's part of a micro-batch, divided by the number of micro-batches."""
         tokens, targets = self.batches.part(step, *self.data_place, micro, self.options.accumulate)  # each (rows, seq)
-        length, index = self.options.seq // self.options.axes.sp, self.ranks.rank % self.options.axes.sp
-        own = slice(index * length, (index + 1) * length)
-        loss = self.model(tokens.to(self.ranks.device), targets[:, own].to(self.ranks.device), own=own)
-        return loss / self.options.accumulate
+        tokens, targets, sp = tokens.to(self.ranks.device), targets.to(self.ranks.device), self.options.axes.sp
+        if sp == 1:
+            return self.model(tokens, targets) / self.options.accumulate
+        own = cut({"input_ids": tokens, "labels": targets}, self.ranks.rank % sp, sp, shift_labels=False)
+        return self.model(own["input_ids"], own["labels"], own["position_ids"], tokens) / self.options.accumulate
 
     def _take_step(self, step: int) -> float:
         """Take one step of the optimizer; return the mean loss of this rank's part of the batch."""

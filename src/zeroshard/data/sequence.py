@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..activations import router_loss
 from ..activations.ulysses import sequence_of
 from ..comm.base import DirectComm
 from ..comm.mesh.axes import NamedRanks, place_along
@@ -45,7 +46,7 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
             Transformers' loss is then sum / num_items_in_batch, whose mean over the ranks is the mean over all labels. False:
             labels stand for their own tokens, and are only cut.
         pad_token_id: the token that is added where sp does not divide the tokens. Labels of added tokens are -100, and where a
-            mask is given, it is 0. Without shift_labels a mask is made.
+            mask is given, it is 0. A mask is made without shift_labels, and for a model (not a mesh) that adds its router's loss.
 
     The result has `position_ids`, made if missing: (batch, tokens / sp). Without an axis sp the batch is not cut, but gets
     `position_ids` and shifted labels all the same.
@@ -56,12 +57,15 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
     rank, size, comm = _rank_along_sp(where)
     entries: dict[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     if comm is not None:
-        _check_same(entries, comm)
-    found = cut(entries, rank, size, shift_labels=shift_labels, pad_token_id=pad_token_id)
+        check_same(entries, comm)
+    mask_added = not shift_labels or (isinstance(where, nn.Module) and router_loss.is_added_by(where))
+    found = cut(entries, rank, size, shift_labels=shift_labels, pad_token_id=pad_token_id, mask_added=mask_added)
     return found["input_ids"] if isinstance(batch, Tensor) else found
 
 
-def cut(entries: dict[str, Any], rank: int, size: int, *, shift_labels: bool, pad_token_id: int = 0) -> dict[str, Any]:
+def cut(
+    entries: dict[str, Any], rank: int, size: int, *, shift_labels: bool, pad_token_id: int = 0, mask_added: bool = True
+) -> dict[str, Any]:
     """Return the tokens of rank `rank` of `size` of a batch, as `shard_sequence` does (not collective)."""
     sequences = _sequences(entries)
     tokens = sequences.shape[1]
@@ -78,7 +82,7 @@ def cut(entries: dict[str, Any], rank: int, size: int, *, shift_labels: bool, pa
         entries["labels"] = entries["shift_labels"] = labels
         entries["num_items_in_batch"] = (labels != IGNORED).sum().item() / size  # no tensor, which precision="bf16" would round
     added = -tokens % size
-    if added and not shift_labels and mask is None:  # tokens of a causal model see none that come after them
+    if added and mask_added and mask is None:  # else a causal model, whose tokens see none that come after them
         entries["attention_mask"] = torch.ones(sequences.shape[:2], dtype=torch.long, device=sequences.device)
 
     def own(name: str, value: Any) -> Any:
@@ -132,8 +136,10 @@ def _filling(name: str, value: Tensor, dim: int, added: int, pad_token_id: int) 
     return torch.full_like(last, fill).repeat_interleave(added, dim)
 
 
-def _check_same(entries: Mapping[str, Any], comm: DirectComm) -> None:
+def check_same(entries: Mapping[str, Any], comm: DirectComm) -> None:
     """Raise ConfigError, on all ranks along sp, unless they have the same sequences (collective)."""
+    if comm.imagined:  # its tensors have no values
+        return
     tensors = {name: value for name, value in sorted(entries.items()) if isinstance(value, Tensor)}
     mine = {name: [list(value.shape), zlib.crc32(_bytes(value))] for name, value in tensors.items()}
     everyone = [json.loads(part) for part in comm.exchange(json.dumps(mine).encode(), "zs.shard_sequence")]

@@ -20,6 +20,8 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ..activations import router_loss
+from ..activations.ulysses import sequence_of
 from ..errors import ConfigError, ZeroshardError
 from ..optim.sharded_optimizer import OptimizerCore, plain_options, take_options
 from ..zero.runtime import Runtime, runtime_of
@@ -56,6 +58,11 @@ def join(model: nn.Module) -> Iterator[None]:
         raise ConfigError(
             "zs.join: in each forward of this model all ranks exchange tokens with the experts, so that none can be without a batch: use "
             "zs.stop_together(model, loader)."
+        )
+    if sequence_of(model) is not None and router_loss.is_added_by(model):
+        raise ConfigError(
+            "zs.join: in each forward of this model all ranks add up its router's loss, so that none can be without a batch: use "
+            "zs.stop_together(model, loader), or config.output_router_logits = False."
         )
     if attendance.joined:
         raise ZeroshardError("zs.join inside zs.join of the same model: one around the training loop is enough.")

@@ -38,7 +38,6 @@ from ..tensor.tiled_parameter import Tile, Tiled
 from ..utils import torch_compat
 from ..utils.joined_class import Joined, joined_class
 from ..zero.along_axis import AlongAxis, Line
-from .router_loss import over_all_ranks
 
 
 @dataclass
@@ -216,7 +215,6 @@ def divide_experts(
         raise ConfigError(f"divide_experts: expected one axis of a mesh, such as mesh['ep'], got {mesh!r}.")
     for module in divisible(model, mesh.size(), experts, capacity_factor).values():
         _divide(module, mesh, capacity_factor)
-    over_all_ranks(model)
     return model
 
 

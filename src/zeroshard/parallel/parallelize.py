@@ -3,6 +3,8 @@
     whole model --cut between blocks--> this rank's stages --cut inside of blocks--> local shards --zs.shard--> over dp
                   mesh["pp"]                                  mesh["tp"], mesh["ep"]                mesh["dp"]
 
+Along an axis sp ranks hold the same part of the model, and compute other tokens of the same sequences.
+
 Each part can be used by itself: `styles_for` and `apply`, `divide_experts`, `cut_stages` and `Pipeline`, `zs.shard`.
 """
 
@@ -10,27 +12,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as dtensor_parallel
 
 from .. import api
+from ..activations import router_loss, sequence_parallel
+from ..activations.ulysses import sequence_of
 from ..config import Config, Tier, read_layout
+from ..data.sequence import IGNORED, check_same, cut
 from ..errors import ConfigError
 from ..tensor.distributed import is_distributed
 from ..utils.axes import AXES, other_model_axes, planned_otherwise
 from ..zero.runtime import runtime_of
 from .experts import divide_experts, divisible, expert_imbalance
 from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
-from .stages import StandIn, cut_stages
+from .stages import StandIn, cut_stages, logits_of
 from .styles import ParallelStyles, Style, divides, styles_for
 from .tensor_parallel import apply
 from .tied import exchange_objects
@@ -41,8 +48,8 @@ if TYPE_CHECKING:
 
     from ..config import ShardOptions
 
-IGNORED = -100  # targets of this value have no loss, as in torch's cross_entropy
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Score = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> loss
 
 
 def parallelize(
@@ -59,7 +66,7 @@ def parallelize(
     cuts: Sequence[int | str] | None = None,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    loss: Score | None = None,
     example: Tensor | None = None,
     config: Config | str | os.PathLike | None = None,
     **options: Unpack[ShardOptions],
@@ -69,7 +76,7 @@ def parallelize(
     Args:
         model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or
             on the meta device. Drop your reference afterwards, to free what other ranks hold: this rank's part is `run.model`.
-        mesh: a DeviceMesh whose axes are named "pp", "dp" (or "dp_replicate" and "dp_shard"), "ep" and "tp"; any may be missing.
+        mesh: a DeviceMesh of some of the axes "pp", "dp" (or "dp_replicate" and "dp_shard"), "ep", "sp" and "tp".
         optimizer: parameters -> optimizer, a class or functools.partial(AdamW, lr=...). It is called with the parameters of each
             of the rank's stages; for a stage without trained parameters, with a trained dummy parameter of one element.
         micro_batches: number of micro-batches of a step: a pipeline overlaps them; without one they run one after the other.
@@ -79,14 +86,14 @@ def parallelize(
         experts, capacity_factor: see `divide_experts`, for an axis "ep".
         cuts: the blocks with which stages 1, 2, ... begin; None: cut by cost (see `cut_stages`).
         sequence_parallel, loss_parallel: see `tensor_parallel.apply`.
-        loss: (outputs, targets) -> mean loss of a micro-batch. None: cross-entropy of the next token, over targets that are not
-            -100.
+        loss: (outputs, targets) -> mean loss of a micro-batch, over targets that are not -100. None: their cross-entropy. A model
+            of Transformers with output_router_logits=True adds its router's loss in `step`.
         example: an input of the model, of any values; needed if inputs are not tokens. One forward on it shows which modules are
             used before and after the blocks (see `cut_stages`).
         config, options: as of zs.shard (stage, precision, max_grad_norm, offload_optimizer, ...).
 
     Raises:
-        ConfigError: an axis does not divide heads, features, experts, blocks or ranks. Nothing has changed.
+        ConfigError: an axis does not divide heads, features, experts, blocks, tokens or ranks. Nothing has changed.
 
     Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
     """
@@ -95,12 +102,13 @@ def parallelize(
         raise ConfigError(f"micro_batches: expected a whole number of at least 1, got {micro_batches!r}.")
     if "plan" in options:
         raise ConfigError("plan is now styles: zs.parallelize(styles={name: style}), of tensor parallelism.")
-    planned = (config, read_layout(config)) if isinstance(config, (str, os.PathLike)) else None
-    if planned is not None:
-        _check_planned(*planned, mesh)
+    if isinstance(config, (str, os.PathLike)):
+        _check_planned(config, read_layout(config), mesh)
     config = Config.build(config, **options)
     divided = divisible(model, sizes["ep"], experts, capacity_factor) if sizes["ep"] > 1 else {}
     chosen = _styles(model, styles, sizes["tp"], divided)
+    takes = _check_sequence(model, sizes["sp"], sizes["tp"]) if sizes["sp"] > 1 else frozenset()
+    coefficient = router_loss.coefficient(model)
     name, per_rank = _schedule(schedule, stages_per_rank, sizes["pp"])
     modules, own = [model], [0]
     if sizes["pp"] > 1:
@@ -110,11 +118,21 @@ def parallelize(
         _apply_part(module, mesh, chosen, sequence_parallel, loss_parallel)
         _divide_part(module, mesh, divided, capacity_factor)
     made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
-    pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = [
-        api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)
-    ]
+    pairs = [api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)]
     context = dtensor_parallel.loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
-    return Parallel(mesh, pairs, micro_batches, name, loss, context)
+    return Parallel(mesh, pairs, micro_batches, name, loss, context, coefficient, takes)
+
+
+def _check_sequence(model: nn.Module, sp: int, tp: int) -> frozenset[str]:
+    """Return the names of a forward's arguments. Raise ConfigError if a model's tokens can not be computed by ranks along sp."""
+    sequence_parallel.check(model, sp, tp)
+    takes = inspect.signature(model.forward).parameters
+    if "position_ids" not in takes and all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+        raise ConfigError(
+            f"sp: the forward of {type(model).__name__} takes no position_ids, by which a rank along sp would know where its tokens stand. "
+            "Give it this argument, (rows, tokens) int64, or leave the axis sp out."
+        )
+    return frozenset(takes)
 
 
 def _divide_part(stage: nn.Module, mesh: DeviceMesh, divided: Iterable[str], capacity_factor: float | None) -> None:
@@ -203,7 +221,7 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
             f"{names or type(mesh).__name__}. init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp')) makes one."
         )
     found = dict(zip(names, mesh.shape, strict=True))
-    return {"pp": found.get("pp", 1), "ep": found.get("ep", 1), "tp": found.get("tp", 1)}
+    return {name: found.get(name, 1) for name in ("pp", "ep", "sp", "tp")}
 
 
 def _styles(
@@ -254,12 +272,16 @@ class Parallel:
     """
 
     def __init__(
-        self, mesh: DeviceMesh, pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]], micro_batches: int, schedule: str,
-        loss: Callable[[Tensor, Tensor], Tensor] | None, context: Callable[[], contextlib.AbstractContextManager],
+        self, mesh: DeviceMesh, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer | None]], micro_batches: int, schedule: str,
+        loss: Score | None, context: Callable[[], contextlib.AbstractContextManager],
+        coefficient: float, takes: Collection[str],
     ) -> None:  # fmt: skip
+        """coefficient: of the model's router's loss. takes: names of the arguments of the whole model's forward."""
         self.mesh, self.micro_batches, self._context = mesh, micro_batches, context
-        self.loss, self._given = loss or next_token_loss, loss is not None
         self.models, self.optimizers = [module for module, _ in pairs], [each for _, each in pairs if each is not None]
+        self._coefficient, self._takes, self.sequence = coefficient, takes, sequence_of(self.models[0])
+        self._given = loss is not None
+        self.loss = self._of_own_tokens(loss or next_token_loss)
         self.pipeline: Pipeline | None = None
         if "pp" in (mesh.mesh_dim_names or ()) and mesh["pp"].size() > 1:
             self.pipeline = Pipeline(self.models, mesh["pp"], micro_batches=micro_batches, loss=self.loss, schedule=schedule)
@@ -275,65 +297,120 @@ class Parallel:
             raise ConfigError("zs.parallelize was given no optimizer: optimizer=functools.partial(torch.optim.AdamW, lr=...).")
         return self.optimizers[0]
 
-    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def step(self, inputs: Tensor, targets: Tensor, **more: Any) -> Tensor:
         """Run forward, backward and the optimizer's step (collective). Return the mean loss of this rank's batch.
 
-        inputs, targets: (rows, ...), different along data-parallel axes and the same along pp and tp; rows is a multiple of
-        micro_batches.
+        inputs, targets: (rows, ...), different along dp and ep and the same along pp, sp and tp; rows is a multiple of
+        micro_batches. Along sp they are whole sequences, (rows, tokens, ...), and each target stands for its own token: shift
+        labels before. more: what else the model's forward takes by name, with as many rows (attention_mask, position_ids).
         """
-        loss = self.backward(inputs, targets)
+        loss = self.backward(inputs, targets, **more)
         self.optimizer  # noqa: B018  # the property raises ConfigError without an optimizer
         for each in self.optimizers:
             each.step()
             each.zero_grad()
         return loss
 
-    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def backward(self, inputs: Tensor, targets: Tensor, **more: Any) -> Tensor:
         """Run forward and backward, without the optimizer's step, to clip or read gradients before it (collective)."""
+        inputs, more = self._own(inputs, targets, more)
         with self._context(), self.traffic.step():
             if self.pipeline is not None:
-                return self.pipeline.step(inputs, target=targets)
+                return self._over_sequences(self.pipeline.step(inputs, target=targets, **more))
             losses = []
             runtime = runtime_of(self.model)
             tier = runtime.config.offload_gradient.tier
             # where gradients rest off the device each backward reduces: the device may have no memory for unsharded sums in fp32
             away = tier is Tier.DISK or (tier is Tier.HOST and runtime.comm.streams.separate_host)
-            for number, (x, y) in enumerate(zip(*self._micro_batches(inputs, targets), strict=True), start=1):
+            for number, (x, y, others) in enumerate(self._micro_batches(inputs, targets, more), start=1):
                 held = number < self.micro_batches and not away
                 with api.accumulate(self.model) if held else contextlib.nullcontext():
-                    loss = self.loss(_logits(self.model(x)), y) / self.micro_batches
-                    whole(loss).backward()
-                losses.append(whole(loss.detach()).float())
-            return torch.stack(losses).sum()
+                    output = self.model(x, **others)
+                    loss = whole(self.loss(logits_of(output), y))
+                    if self._coefficient:
+                        loss = loss + self._coefficient * router_loss.of_output(output)
+                    (loss / self.micro_batches).backward()
+                losses.append(loss.detach().float())
+            return self._over_sequences(torch.stack(losses).mean())
 
     @torch.no_grad()
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def evaluate(self, inputs: Tensor, targets: Tensor, **more: Any) -> Tensor:
         """Return the loss of a batch, without gradients (collective). Shapes as in `step`.
 
         With a `loss` given to parallelize, this is its mean over micro-batches, as in `step`. Without one, it is the sum, in
-        nats, of the cross-entropies of all targets that are not -100, to compute a perplexity from.
+        nats, of the cross-entropies of all targets that are not -100, to compute a perplexity from. A router's loss does not count.
         """
-        score, share = (self.loss, self.micro_batches) if self._given else (summed_loss, 1)
+        inputs, more = self._own(inputs, targets, more)
+        score = self.loss if self._given else self._of_own_tokens(summed_loss, summed=True)
+        share = 1 if self._given else self.micro_batches
         with self._context():
             if self.pipeline is None:
-                batches = zip(*self._micro_batches(inputs, targets), strict=True)
-                return torch.stack([whole(score(_logits(self.model(x)), y)).float() / share for x, y in batches]).sum()
+                batches = self._micro_batches(inputs, targets, more)
+                found = [whole(score(logits_of(self.model(x, **others)), y)).float() for x, y, others in batches]
+                return self._over_sequences(torch.stack(found).mean() * share)
             previous, self.pipeline.loss = self.pipeline.loss, score
             try:
-                # Pipeline divides each loss by micro_batches
-                return self.pipeline.evaluate(inputs, target=targets) * (self.micro_batches / share)
+                return self._over_sequences(self.pipeline.evaluate(inputs, target=targets, **more) * share)
             finally:
                 self.pipeline.loss = previous
 
-    def _micro_batches(self, inputs: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        rows = len(inputs)
-        if len(targets) != rows or rows % self.micro_batches or not rows:
-            nearest = max(round(rows / self.micro_batches), 1) * self.micro_batches
+    def _micro_batches(
+        self, inputs: Tensor, targets: Tensor, more: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        rows = {name: len(value) for name, value in {"inputs": inputs, "targets": targets, **more}.items()}
+        if len({*rows.values()}) > 1 or len(inputs) % self.micro_batches or not len(inputs):
+            nearest = max(round(len(inputs) / self.micro_batches), 1) * self.micro_batches
             raise ConfigError(
-                f"a batch of {rows} rows (targets {len(targets)}) in {self.micro_batches} micro-batches: expected as many targets, and a "
-                f"multiple of micro_batches; the nearest is {nearest}."
+                f"a batch of {rows} rows in {self.micro_batches} micro-batches: expected one number of rows, a multiple of "
+                f"micro_batches; the nearest is {nearest}."
             )
-        return inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches)
+        parts = (value.chunk(self.micro_batches) for value in (inputs, targets, *more.values()))
+        return ((x, y, dict(zip(more, others, strict=True))) for x, y, *others in zip(*parts, strict=True))
+
+    # -- sequences of several ranks ----------------------------------------------------------------------------
+
+    def _own(self, inputs: Tensor, targets: Tensor, more: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """Return this rank's tokens of whole sequences, and what else its forward gets; all of it without an axis sp (collective)."""
+        sequence = self.sequence
+        if sequence is None:
+            return inputs, dict(more)
+        tokens = inputs.shape[1] if inputs.ndim > 1 else 0
+        if targets.shape[:2] != inputs.shape[:2] or not tokens or tokens % sequence.size:
+            raise ConfigError(
+                f"sp: inputs {tuple(inputs.shape)} and targets {tuple(targets.shape)}: expected whole sequences (rows, tokens, ...) with a "
+                f"target for each token, and tokens that the {sequence.size} ranks along sp divide. Pad them, with targets of {IGNORED}."
+            )
+        check_same({"inputs": inputs, "targets": targets, **more}, sequence.comm)
+        name = "input_ids" if inputs.ndim == 2 else "inputs_embeds"
+        found = cut({name: inputs, **more}, sequence.rank, sequence.size, shift_labels=True)
+        inputs, whole_sequences = found.pop(name), inputs
+        return inputs, found | ({"sequences": whole_sequences} if "sequences" in self._takes else {})
+
+    def _of_own_tokens(self, score: Score, summed: bool = False) -> Score:
+        """Return a function of this rank's outputs and the targets of whole sequences, whose mean over the ranks along sp is `score`.
+
+        score: a mean over targets that are not -100 or, if `summed`, their sum.
+        """
+        sequence = self.sequence
+        if sequence is None:
+            return score
+
+        def scored(output: Tensor, targets: Tensor) -> Tensor:
+            own = targets.chunk(sequence.size, 1)[sequence.rank]
+            count = (own != IGNORED).sum()
+            if self._given and not sequence.comm.imagined and not count:  # a mean over no targets would not be a number
+                return output.sum() * 0
+            share = 1 if summed else count / (targets != IGNORED).sum().clamp(min=1)
+            return whole(score(output, own)) * (sequence.size * share)
+
+        return scored
+
+    def _over_sequences(self, loss: Tensor) -> Tensor:
+        """Return the mean of a loss over the ranks along sp, which each have the share of their tokens (collective)."""
+        if self.sequence is not None:
+            dist.all_reduce(loss, group=self.mesh["sp"].get_group())
+            loss = loss / self.sequence.size
+        return loss
 
     def close(self) -> None:
         """Call zs.close for each of this rank's stages (collective)."""
@@ -362,10 +439,3 @@ class Parallel:
     @property
     def world_size(self) -> int:
         return runtime_of(self.model).topology.world.world_size
-
-
-def _logits(output: Any) -> Tensor:
-    """Return the logits of a model's output: a tensor, an output of Transformers, or a tuple that begins with them."""
-    if isinstance(output, Tensor):
-        return output
-    return output.logits if hasattr(output, "logits") else output[0]

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
+from ..activations import router_loss
 from ..comm.backend_select import is_imagined
 from ..comm.process_group import DistComm, judge
 from ..comm.shared_memory import SharedComm
@@ -364,7 +365,14 @@ class Pipeline:
             stages.append(_Stage(module, index, self.count, self.device, input_args=given, output_args=made, group=self.group))
         self._made += stages
         one = issubclass(self._class, PipelineScheduleSingle)
-        loss = lambda output, target: whole(self.loss(output, target)) / self.micro_batches  # noqa: E731
+        balanced = getattr(getattr(self.stages[-1], "pipeline_stage", None), "experts", 0)
+
+        def loss(output: Any, target: object) -> Tensor:
+            found = whole(self.loss(output[0] if balanced else output, target))
+            if balanced and training:  # `evaluate` returns the loss of the output alone
+                found = found + router_loss.coefficient(self.stages[-1]) * output[1]
+            return found / self.micro_batches
+
         return self._class(stages[0] if one else stages, self.micro_batches, loss_fn=loss, scale_grads=False)
 
     @torch.no_grad()
@@ -377,7 +385,8 @@ class Pipeline:
         if is_imagined():  # without peers: from the hidden states' shape that `cut_stages` recorded
             place = cast(Stage, self.stages[0]).pipeline_stage
             hidden = torch.Size((*inputs[0].shape[: place.leading], *place.width))
-            return shapes + [[(hidden, self.runtimes[0].groups[0].values.dtype)]] * self.count
+            sums = [(torch.Size([2 * place.experts + 1]), torch.float64)] * bool(place.experts)
+            return shapes + [[(hidden, self.runtimes[0].groups[0].values.dtype), *sums]] * self.count
         for number in range(self.count):
             told: list[list | None] = [None]
             if number in self.own:

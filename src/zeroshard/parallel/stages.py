@@ -31,6 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..activations import router_loss
+from ..activations.router_loss import StageSums, of_stage
 from ..errors import ConfigError
 from ..utils import torch_compat
 from ..utils.tensor_tree import find_tensors
@@ -55,6 +57,7 @@ class Place:
     leading: int  # number of leading dimensions in which input and hidden states agree
     tail: tuple[int, ...]  # the input's other dimensions
     width: tuple[int, ...]  # the hidden states' other dimensions
+    experts: int = 0  # whose load-balancing loss the model adds to its own: sums for it are sent as well; 0: it adds none
     received: Tensor | None = None
     sent: Tensor | None = None
 
@@ -68,21 +71,35 @@ class Stage:
 
     pipeline_stage: Place
 
-    def forward(self, *args: Tensor, **kwargs: object) -> Tensor | None:
-        place = self.pipeline_stage
+    def forward(self, *args: Tensor, **kwargs: object) -> Tensor | tuple | None:
+        """Return hidden states, or logits in the last stage; beside them the sums, or the value, of the router's loss if there is one."""
+        place, device = self.pipeline_stage, find_tensors((args, kwargs))[0].device
+        sums = StageSums(device, place.last)
         if place.index > 0:
-            (hidden,) = args
-            place.received = hidden
+            hidden, *received = args
+            place.received, sums.received = hidden, next(iter(received), None)
             # zeros: masks and positions come from the shape
-            args = (torch.zeros(*hidden.shape[: place.leading], *place.tail, dtype=place.dtype, device=hidden.device),)
+            args = (torch.zeros(*hidden.shape[: place.leading], *place.tail, dtype=place.dtype, device=device),)
         try:
-            output = super().forward(*args, **place.kwargs | kwargs)  # type: ignore[misc]
+            with of_stage(sums):
+                output = super().forward(*args, **place.kwargs | kwargs)  # type: ignore[misc]
             sent = place.sent
         finally:
             place.received = place.sent = None
-        if not place.last:
-            return sent
-        return output if isinstance(output, Tensor) else output[0]
+        if sums.experts != place.experts:
+            raise ConfigError(
+                f"{type(self).__name__} computes its router's loss in this forward alone, or not in this one: set "
+                "config.output_router_logits before the model is cut into stages, and do not pass it."
+            )
+        result = logits_of(output) if place.last else sent
+        return (result, sums.sent) if place.experts else result
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits of a model's output: a tensor, an output of Transformers, or a tuple that begins with them."""
+    if isinstance(output, Tensor):
+        return output
+    return output.logits if hasattr(output, "logits") else output[0]
 
 
 class StageBlocks(nn.ModuleList):
@@ -140,11 +157,12 @@ def _hidden_argument(kwargs: dict[str, object]) -> str:
 class StandIn(nn.Module):
     """Replacement for a module of another stage: returns zeros of its output's shape, without memory.
 
-    shape: the module's output shape for the example, with None for dimensions that equal the input's (rows, positions).
+    shape: the module's output shape for the example, with None for dimensions that equal the input's (rows, positions), or ... for
+    all of these where the output begins with them: the input may be (positions,) in the example, and (rows, positions) later.
     Attributes that the model reads (`self.embeddings.projection.weight.dtype`) come from a copy of the module on the meta device.
     """
 
-    def __init__(self, place: Place, shape: tuple[int | None, ...], module: nn.Module) -> None:
+    def __init__(self, place: Place, shape: tuple, module: nn.Module) -> None:
         super().__init__()
         self._place, self.shape = place, shape
         tensors = [*module.parameters(), *module.buffers()]
@@ -163,6 +181,8 @@ class StandIn(nn.Module):
         given = find_tensors((args, kwargs))[0]
         hidden = self._place.received if self._place.received is not None else given
         zero = torch.zeros((), device=given.device, dtype=hidden.dtype)
+        if self.shape[:1] == (...,):
+            return zero.expand(*given.shape, *self.shape[1:])
         return zero.expand(*(given.shape[number] if size is None else size for number, size in enumerate(self.shape)))
 
 
@@ -234,8 +254,9 @@ class _Uses(TorchFunctionMode):
 
     Attributes:
         phases: name of a parameter -> phases in which it is used (_FIRST, _LAST, ...).
-        outputs: name of a module -> shape of its output; None: the input's dimension.
+        outputs: name of a module -> shape of its output, as of a StandIn.
         order: numbers of blocks in the order of calls.
+        experts: their number, if the forward computes a load-balancing loss that crosses stages; else 0.
         direct: parameters that are used outside of their module's forward.
         untold: modules whose output is not one tensor.
         leading: number of leading dimensions in which input and hidden states agree.
@@ -261,7 +282,7 @@ class _Uses(TorchFunctionMode):
             if id(param) not in inside:
                 self.outer.setdefault(id(shadow[id(param)]), []).append(name)
         self.phases: dict[str, set[str]] = {name: set() for names in self.outer.values() for name in names}
-        self.outputs: dict[str, tuple[int | None, ...]] = {}
+        self.outputs: dict[str, tuple] = {}
         self.order: list[int] = []
         self.direct, self.untold = set[str](), set[str]()
         self.leading = 0
@@ -282,7 +303,10 @@ class _Uses(TorchFunctionMode):
             # dropout here must not advance the program's generators
             with fake, self, torch.random.fork_rng(enabled=not tensors[0][1].is_meta):
                 replaced = {n: shadow[id(t)] for n, t in tensors if shadow[id(t)] is not t}
-                torch.func.functional_call(model, replaced, (self.example,), kwargs, tie_weights=False)
+                sums = StageSums(self.example.device, last=False)
+                with of_stage(sums):
+                    torch.func.functional_call(model, replaced, (self.example,), kwargs, tie_weights=False)
+                self.experts = sums.experts
         finally:
             for handle in handles:
                 handle.remove()
@@ -315,7 +339,9 @@ class _Uses(TorchFunctionMode):
         self.running.pop()
         if isinstance(output, Tensor):
             given = find_tensors((args, kwargs))[0].shape
-            self.outputs[name] = tuple(None if given[n : n + 1] == (size,) else size for n, size in enumerate(output.shape))
+            equal = tuple(None if given[n : n + 1] == (size,) else size for n, size in enumerate(output.shape))
+            begins = output.shape[: len(given)] == given
+            self.outputs[name] = (..., *output.shape[len(given) :]) if begins else equal
         else:
             self.untold.add(name)
 
@@ -337,6 +363,11 @@ def _check_uses(model: nn.Module, uses: _Uses, count: int, path: str) -> None:
         raise ConfigError(
             f"{holding[0]} of {type(model).__name__} belongs to the module that holds the blocks, so it can not be left out of the other "
             f"stages: give it a module of its own. {remedy}"
+        )
+    if router_loss.coefficient(model) and not uses.experts:
+        raise ConfigError(
+            f"{type(model).__name__} adds to its loss one of its routers (output_router_logits=True) that is not Transformers' "
+            "load_balancing_loss_func, and can not cross stages: set config.output_router_logits = False, or leave the axis pp out."
         )
     if uses.untold:
         raise ConfigError(
@@ -395,6 +426,7 @@ def cut_stages(
     if example is not None and not isinstance(example, Tensor):
         raise ConfigError(f"example: expected an input of {type(model).__name__}, a tensor, got {type(example).__name__}.")
     given = torch.zeros(2, 3, dtype=torch.long) if example is None else example
+    router_loss.replace(model)
     try:
         uses = _Uses(model, members, given, kwargs)
     except Exception as error:
@@ -416,7 +448,7 @@ def cut_stages(
     made = []
     for index in own:
         mine = tuple(tie for tie in ties if index in tie)
-        place = Place(index, stages, ranges[index], mine, kwargs, given.dtype, uses.leading, uses.tail, uses.width)
+        place = Place(index, stages, ranges[index], mine, kwargs, given.dtype, uses.leading, uses.tail, uses.width, uses.experts)
         made.append(_make_stage(model, path, uses, place))
     return made
 

@@ -79,8 +79,8 @@ def plan(
     Args:
         model_fn: a function that makes the model; it is called on the meta device.
         ranks: number of data-parallel ranks.
-        axes: number of ranks along "pp", "dp", "ep" and "tp", or along "dp" and "sp", in place of `ranks`. Along ep tokens are
-            thought to be evenly spread over the experts; along sp a rank computes its part of the tokens of `batch`.
+        axes: number of ranks along "pp", "dp", "ep", "sp" and "tp", in place of `ranks`. Along ep tokens are thought to be evenly
+            spread over the experts; along sp a rank computes its part of the tokens of `batch`.
         rank: the rank that is planned.
         batch: the input of a micro-batch: (rows, seq) of tokens, or a function that makes it.
         loss: a function (model, micro-batch) -> loss. None: cross-entropy of the next token, for a model of tokens -> logits.
@@ -219,12 +219,10 @@ def _axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
     for axis, size in found.items():
         if axis not in (*PLANNED, EP, SP) or not _whole(size, 1):
             raise ConfigError(
-                f'axes: expected whole numbers of at least 1 for "pp", "dp", "ep" and "tp", or "dp" and "sp", got {axis!r}: {size!r}.'
+                f'axes: expected whole numbers of at least 1 for "pp", "dp", "ep", "sp" and "tp", got {axis!r}: {size!r}.'
             )
-    if found.get(SP, 1) > 1 and cuts_model(found):
-        raise ConfigError(f"axes: expected sp beside dp only, got {found}.")
     sizes = planned_sizes(found) | {axis: found[axis] for axis in (EP, SP) if found.get(axis, 1) > 1}
-    return {axis: sizes[axis] for axis in (PP, DP, EP, TP, SP) if axis in sizes}  # outermost first, as a mesh has them
+    return {axis: sizes[axis] for axis in (PP, DP, EP, SP, TP) if axis in sizes}  # outermost first, as a mesh has them
 
 
 def _built(model_fn: Callable[[], nn.Module]) -> nn.Module:
@@ -445,13 +443,9 @@ def _next_own_token(model: nn.Module, tokens: Tensor) -> Tensor:
     sequence = sequence_of(model)
     assert sequence is not None and tokens.shape[1] % sequence.size == 0, "the request has checked that sp divides the tokens"
     part = cut({"input_ids": tokens}, sequence.rank, sequence.size, shift_labels=False)
-    if (
-        "own" in inspect.signature(type(model).forward).parameters
-    ):  # a model of this library, which reads the tokens before its own
-        length = tokens.shape[1] // sequence.size
-        return model(tokens, part["input_ids"], own=slice(sequence.rank * length, (sequence.rank + 1) * length))
-    logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"]).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), part["input_ids"].flatten())
+    more = {"sequences": tokens} if "sequences" in inspect.signature(type(model).forward).parameters else {}  # GPT's n-grams
+    output = model(part["input_ids"], position_ids=part["position_ids"], **more)
+    return F.cross_entropy(getattr(output, "logits", output).flatten(0, 1).float(), part["input_ids"].flatten())
 
 
 def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from .runtime import Runtime
 class Line:
     """The line of an axis that this rank is in, over which modules of a model send activations; the ledger counts the bytes.
 
-    comm: these ranks. everyone: all data-parallel ranks. Threads: as the Comm.
+    comm: these ranks. Threads: as the Comm.
     """
 
     def __init__(self, runtime: Runtime, axis: str, ranks: Parts) -> None:
         """Open the Comm of the ranks along the axis (collective). ranks: those of the mesh along each line of it."""
-        self.comm, self.everyone = runtime.topology.world.subgroup(ranks, apart=True), runtime.comm
+        self.comm = runtime.topology.world.subgroup(ranks, apart=True)
         self._ledger, self._kind = runtime.tiers.ledger, f"all-to-all along {axis}"
         self._held = 0  # bytes of the Comm's memory in the ledger
 

@@ -34,14 +34,14 @@ class GradientAccount:
     """Account of one model's gradients. Any code may read the fields; the runtime and the optimizer's core write them.
 
     backwards: number of backwards that are over on all ranks. plain: number of this rank's backwards without a weight (zs.backward), the one
-    that is ending included. weight: sum of this rank's weights. unweighted: some gradients came without a weight.
+    that is ending included. weighing: weight of the backward that runs; None: it has none. weight: sum of this rank's weights. unweighted: some gradients came without a weight.
     held: sums may be held back (zs.accumulate); the same on every rank. lost: a failed backward has dropped earlier gradients.
     unscaled: reduced gradients were divided by the loss scale. share: number by which they were divided to be a mean over the
     ranks that had a batch (zs.join). clipped: result of the last clip, until another backward begins.
     """
 
     def __init__(self) -> None:
-        self._weighing = False
+        self.weighing: float | None = None
         self.zeroed(holding=False)
 
     def zeroed(self, holding: bool) -> None:
@@ -54,20 +54,20 @@ class GradientAccount:
     @contextlib.contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
         """Weight the backward inside by `weight` in the mean over ranks and micro-batches."""
-        self._weighing = True
+        self.weighing = weight
         try:
             yield
         finally:
-            self._weighing = False
+            self.weighing = None
         self.weight += weight
 
     def came(self) -> None:
         """Record that a local gradient has come."""
-        self.unweighted |= not self._weighing
+        self.unweighted |= self.weighing is None
 
     def ending(self) -> None:
         """Record that a backward is over on this rank; ranks exchange the account afterwards."""
-        self.plain += not self._weighing
+        self.plain += self.weighing is None
 
     def failed(self) -> None:
         """Record that a backward has failed, and that gradients of earlier ones are gone with it."""

@@ -233,19 +233,23 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, own: slice = slice(None)) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, position_ids: Tensor | None = None, sequences: Tensor | None = None
+    ) -> Tensor:
         """Return logits (batch, seq, vocab) or, with `targets` (batch, seq), the mean cross entropy, computed in fp32.
 
-        own: the tokens, of those given, that this rank computes under sequence parallelism; logits and targets are theirs.
+        position_ids: where the tokens stand, (batch, seq); None: in order. sequences: whole sequences, (batch, tokens), of which
+        `tokens` are those at position_ids (sequence parallelism); n-grams may begin before these.
         """
         seq = tokens.shape[1]
         if seq > self.config.seq_len:
             raise ValueError(f"tokens: expected at most seq_len={self.config.seq_len} per sequence, got {seq}")
-        x = self.embedding(tokens[:, own])  # (batch, seq, dim)
+        x = self.embedding(tokens)  # (batch, seq, dim)
         if self.position is not None:
-            x = x + self.position(torch.arange(seq, device=tokens.device)[own])
+            x = x + self.position(torch.arange(seq, device=tokens.device) if position_ids is None else position_ids)
         for length, table in zip(NGRAM_LENGTHS, self.ngrams, strict=False):  # no tables without ngram_rows
-            x = x + table(ngram_hash(tokens, length, self.config.ngram_rows)[:, own])
+            rows = ngram_hash(tokens if sequences is None else sequences, length, self.config.ngram_rows)
+            x = x + table(rows if position_ids is None else rows.gather(1, position_ids))
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         for block in self.blocks:
