@@ -13,6 +13,7 @@ from sequence_kit import (
     LAYERS,
     VOCAB,
     WIDTH,
+    Block,
     Plain,
     adam,
     assert_equals_one_process,
@@ -282,3 +283,63 @@ def test_a_loader_is_cut_and_a_closed_model_is_as_before(capsys):
         torch.testing.assert_close(torch.cat(pair[:2], dim=1), pair[2])
     run_threads(2, lambda rank: zs.shard(nn.Linear(2, 2), None, mesh={"sp": 2})[0](torch.zeros(1, 2)))
     assert "each token is computed without those of other ranks" in capsys.readouterr().err
+
+
+# -- forwards that end in another way --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "plain"])
+def test_after_an_interrupted_forward_models_attend_as_before(kind):
+    """torch runs no forward hooks after KeyboardInterrupt."""
+    with seeding(0):
+        model = Plain() if kind == "plain" else model_of(kind)
+    models, (batch,) = [copy.deepcopy(model) for _ in range(2)], batches(steps=1)
+    if kind == "llama":
+        batch["attention_mask"] = LEFT
+    with torch.no_grad():
+        expected = model(**batch).loss if kind == "llama" else model(**batch)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def on_rank(rank: int) -> list[torch.Tensor]:
+        model, _ = zs.shard(models[rank], None, mesh={"sp": 2}, stage=2)
+        own = zs.shard_sequence(batch, model)
+        first = model.blocks[1] if kind == "plain" else model.model.layers[1]
+        handle = first.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**(own | {"attention_mask": None} if kind == "llama" else own))
+        handle.remove()
+        with torch.no_grad():
+            sharded = model(**own)
+            zs.close(model)
+            whole = model(**batch)
+        return [out.loss if kind == "llama" else out for out in (sharded, whole)]
+
+    (left, _), (right, whole) = run_threads(2, on_rank, timeout_s=60)
+    torch.testing.assert_close((left + right) / 2, expected)
+    torch.testing.assert_close(whole, expected)
+
+
+def test_after_a_pre_hook_that_raised_modules_attend_as_before():
+    """torch runs forward hooks then, and no further pre-hooks."""
+    with seeding(0):
+        model = Block(4, "causal")
+    failing, given = set(), torch.randn(1, 8, WIDTH)
+    models, expected = [copy.deepcopy(model) for _ in range(2)], model(given)
+
+    def on_rank(rank: int) -> torch.Tensor:
+        def fail(*_: object) -> None:
+            if rank in failing:
+                failing.remove(rank)
+                raise ValueError("the program's")
+
+        models[rank].register_forward_pre_hook(fail)
+        model, _ = zs.shard(models[rank], None, mesh={"sp": 2}, stage=2)
+        model(given.chunk(2, dim=1)[rank])
+        failing.add(rank)
+        with pytest.raises(ValueError, match="the program's"):
+            model(given.chunk(2, dim=1)[rank])
+        return model(given.chunk(2, dim=1)[rank])
+
+    torch.testing.assert_close(torch.cat(run_threads(2, on_rank, timeout_s=60), dim=1), expected)

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..utils.autograd import Running
 from ..utils.axes import SP
 from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
 _LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
-_local = threading.local()  # .stack: the _Forward of each running forward of a model, by which masks are made; None: torch's own
+_running = Running()  # the forwards of models, each with the _Forward by which masks are made; None: torch's own
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,18 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        stack = _stack()
-        if stack or active_in(module) is None:  # models nest: the outermost one begins
-            stack.append(stack[-1] if stack else None)
+        outer = _running.values()
+        if outer or active_in(module) is None:  # models nest: the outermost one begins
+            _running.enter(module, outer[-1] if outer else None)
             return None
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         if "use_cache" in names and kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False  # a cache is for generation, and masks of packed sequences are made without one only
-        stack.append(_begin(module, sequence, kwargs))
+        _running.enter(module, _begin(module, sequence, kwargs))
         return (), kwargs
 
-    def after(*_: object) -> None:
-        if _stack():  # else `before` has raised
-            _stack().pop()
+    def after(module: nn.Module, *_: object) -> None:
+        _running.leave(module)
 
     handles: list[Any] = [
         model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True),
@@ -94,10 +94,6 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     if model.config._attn_implementation == "eager":
         handles.append(_Eager(model.config))
     return handles
-
-
-def _stack() -> list[_Forward | None]:
-    return _local.__dict__.setdefault("stack", [])
 
 
 def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forward:
@@ -130,7 +126,7 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forwa
 
 def _mask(function: Callable, **kwargs: Any) -> Any:
     """Call a mask function of the registry: in a forward over an axis sp, for whole sequences."""
-    forward = _stack()[-1] if _stack() else None
+    forward: _Forward | None = next(reversed(_running.values()), None)
     if forward is None:
         return function(**kwargs)
     length = kwargs["q_length"]
@@ -247,7 +243,7 @@ def _wrapped_attention(function: Callable, flash: bool) -> Callable:
 def _wrapped_mask(function: Callable) -> Callable:
     @functools.wraps(function)
     def mask(*args: Any, **kwargs: Any) -> Any:
-        return _mask(function, **kwargs) if not args and _stack() else function(*args, **kwargs)
+        return function(*args, **kwargs) if args else _mask(function, **kwargs)
 
     mask._zeroshard = True  # type: ignore[attr-defined]
     return mask
