@@ -64,6 +64,23 @@ def test_masks_are_those_of_whole_sequences(kind, data):
     assert_equals_one_process(model_of(kind), data[:3], {"sp": 2}, stage=2)
 
 
+RIGHT = LEFT.flip(1)
+
+
+@pytest.mark.parametrize(
+    "kind, more", [("gpt_oss", {"position_ids": PACKED}), ("opt", {"position_ids": PACKED}), ("opt", {"attention_mask": RIGHT})]
+)
+def test_models_that_do_not_look_for_packed_sequences_attend_over_them_as_in_one_process(kind, more):
+    data = batches(steps=3, **more)
+    for batch in data if "attention_mask" in more else []:
+        batch["labels"][RIGHT == 0] = -100
+    assert_equals_one_process(model_of(kind), data, {"sp": 2}, stage=2)
+
+
+def test_attention_functions_may_be_called_by_names():
+    assert_equals_one_process(model_of("afmoe"), batches(steps=1), {"sp": 2}, stage=3)
+
+
 def test_accumulated_micro_batches_and_checkpointed_blocks_equal_one_process():
     """Recomputation exchanges once more, inside backward. Reentrant checkpoints run the blocks without gradients first."""
     model = copy.deepcopy(model_of("mixtral"))
@@ -244,6 +261,34 @@ def test_heads_that_do_not_divide_and_models_that_do_not_fit_are_refused_before_
         model(torch.zeros(1, 4, WIDTH))
 
     refused(2, encode, "nn.MultiheadAttention computes its attention without leaving a place")
+
+
+TINY = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8, "vocab_size": VOCAB}
+UNSUITED = {
+    "LlamaForSequenceClassification": "computes its output from one token of a sequence, or from all",
+    "LlamaForQuestionAnswering": "computes its output from one token of a sequence, or from all",
+    "RobertaForMaskedLM": "counts the tokens that are no padding from its padding_idx on",
+    "EsmForMaskedLM": "counts the tokens that are no padding from its padding_idx on",
+    "MobileBertForMaskedLM": "has trigram_input, by which tokens read others outside of attention",
+}
+
+
+@pytest.mark.parametrize("kind", UNSUITED)
+def test_models_whose_tokens_meet_outside_of_attention_are_refused(kind):
+    options = TINY | {"pad_token_id": 1} | ({"embedding_size": 8} if "Mobile" in kind else {})
+    with torch.device("meta"):
+        models = [(cls := getattr(transformers, kind))(cls.config_class(**options)) for _ in range(2)]
+    refused(2, lambda rank: zs.shard(models[rank], None, mesh={"sp": 2}), f"sp: {kind} {UNSUITED[kind]}.* over dp and tp")
+
+
+def test_padding_before_tokens_is_refused_where_a_model_counts_positions_without_it():
+    models, data = [copy.deepcopy(model_of("opt")) for _ in range(2)], batches(steps=1, attention_mask=LEFT)
+
+    def run(rank: int) -> None:
+        model, _ = zs.shard(models[rank], None, mesh={"sp": 2})
+        model(**zs.shard_sequence(data[0], model))
+
+    refused(2, run, "sp: OPTForCausalLM counts positions without padding, and there is padding before tokens: pad on the right")
 
 
 def test_batches_that_ranks_see_differently_or_that_are_not_cut_are_refused():

@@ -27,6 +27,11 @@ from ..utils.axes import SP
 from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
+_MIXED_INPUTS = ("trigram_input", "keep_window_size")  # options of models whose tokens meet outside of the registry's attention
+_POOLED = (
+    "ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction", "BertForPreTraining",
+    "DoubleHeadsModel",
+)  # fmt: skip
 _LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
 _running = Running()  # the forwards of models, each with the _Forward by which masks are made; None: torch's own
@@ -34,7 +39,7 @@ _running = Running()  # the forwards of models, each with the _Forward by which 
 
 @dataclass(frozen=True)
 class _Forward:
-    """The inputs of a model's forward, of whole sequences. padding: (B, S), 1 or True for tokens; positions: (B, S) if packed."""
+    """The inputs of a model's forward, of whole sequences. padding: (B, S), True for tokens; positions: (B, S), without padding."""
 
     sequence: SequenceParallel
     padding: Tensor | None
@@ -59,6 +64,19 @@ def check(name: str, model: Any, size: int) -> None:
             f"{what} has layers of type {', '.join(others)}, which read neighbouring tokens: expected {' and '.join(_LAYERS[:2])} only. "
             "Shard it over dp and tp."
         )
+    mixed = next((each for each in _MIXED_INPUTS if getattr(config, each, None)), None)
+    tables = [each for key, each in model.named_modules() if key.endswith("position_embeddings")]
+    why = (
+        f"has {mixed}, by which tokens read others outside of attention"
+        if mixed
+        else "computes its output from one token of a sequence, or from all of them together"
+        if type(model).__name__.endswith(_POOLED)
+        else "counts the tokens that are no padding from its padding_idx on, which needs whole sequences"
+        if any(getattr(each, "padding_idx", None) is not None for each in tables)
+        else None
+    )
+    if why is not None:
+        raise ConfigError(f"{what} {why}. Shard it over dp and tp.")
     heads = getattr(config, "num_attention_heads", size)
     if heads % size:
         near = max(each for each in range(1, size + 1) if heads % each == 0)
@@ -72,6 +90,7 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     """Let a Transformers model attend to whole sequences; return handles whose removal undoes that."""
     _wrap_registries()
     names = list(inspect.signature(type(model).forward).parameters)[1:]
+    counted = any(isinstance(each, nn.Embedding) and hasattr(each, "offset") for each in model.modules())  # OPT
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         outer = _running.values()
@@ -81,7 +100,7 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         if "use_cache" in names and kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False  # a cache is for generation, and masks of packed sequences are made without one only
-        _running.enter(module, _begin(module, sequence, kwargs))
+        _running.enter(module, _begin(module, sequence, kwargs, counted))
         return (), kwargs
 
     def after(module: nn.Module, *_: object) -> None:
@@ -96,8 +115,8 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     return handles
 
 
-def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forward:
-    """Begin a model's forward: exchange what masks depend on (collective), and change `kwargs` to those of this rank's tokens."""
+def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict, counted: bool) -> _Forward:
+    """Begin a model's forward: exchange what masks depend on (collective). counted: the model counts positions without padding."""
     mask, positions, what = kwargs.get("attention_mask"), kwargs.get("position_ids"), f"sp: {type(model).__name__}"
     if kwargs.get("past_key_values") is not None:
         raise ConfigError(f"{what}: past_key_values: generation needs the whole model and sequence: zs.close(model) first.")
@@ -112,16 +131,29 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forwa
             f"{what}: attention_mask: expected (batch, tokens), got {found}. Masks of each layer are made from it here."
         )
     if mask is not None:
-        return _Forward(sequence, sequence.whole(mask.to(torch.uint8), f"{SP} all-gather padding").bool(), None)
-    if positions.ndim != 2:
+        padding = sequence.whole(mask.to(torch.uint8), f"{SP} all-gather padding").bool()
+        if counted and bool((padding[:, 1:] & ~padding[:, :-1]).any()):
+            raise ConfigError(f"{what} counts positions without padding, and there is padding before tokens: pad on the right.")
+        return _Forward(sequence, padding, None)
+    if positions.ndim != 2 or sequence.comm.imagined:
         return _Forward(sequence, None, None)
-    whole = sequence.whole(positions, f"{SP} all-gather positions")
-    if sequence.comm.imagined or bool((whole.diff(dim=-1) == 1).all()):
-        return _Forward(sequence, None, None)
-    tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
-    # without a mask the model would find packed sequences in this rank's positions alone
-    kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=whole.device)
-    return _Forward(sequence, None, whole.expand(tokens.shape[0], -1))
+    return _Forward(sequence, None, sequence.whole(positions, f"{SP} all-gather positions"))
+
+
+def _of_whole_sequences(function: Callable) -> Callable:
+    """Wrap a function of masks whose argument `position_ids` shows packed sequences: it sees those of whole sequences."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        forward: _Forward | None = next(reversed(_running.values()), None)
+        if forward is None or forward.positions is None:
+            return function(*args, **kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs)
+        given.arguments["position_ids"] = forward.positions.expand(len(given.arguments["position_ids"]), -1)
+        return function(*given.args, **given.kwargs)
+
+    wrapped._zeroshard = True  # type: ignore[attr-defined]
+    return wrapped
 
 
 def _mask(function: Callable, **kwargs: Any) -> Any:
@@ -136,20 +168,13 @@ def _mask(function: Callable, **kwargs: Any) -> Any:
         )
     whole = length * forward.sequence.size
     kwargs |= {"q_length": whole, "kv_length": whole, "attention_mask": forward.padding}
-    if forward.positions is not None and "allow_is_bidirectional_skip" not in kwargs:  # as in one process: in causal masks only
-        from transformers import masking_utils
-
-        starts = forward.positions.diff(dim=-1, prepend=forward.positions[:, :1] - 1) != 1
-        kwargs["mask_function"] = masking_utils.packed_sequence_compatibility_function(
-            kwargs["mask_function"], forward.positions, starts.cumsum(-1)
-        )
-        kwargs["allow_is_causal_skip"] = False
     return function(**kwargs)
 
 
 def _attend(
-    function: Callable, flash: bool, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
+    function: Callable, flash: bool, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Call an attention function of the registry for whole sequences and this rank's heads. query: (B, H, S / n, D)."""
     sequence = active_in(module)
     assert sequence is not None
@@ -159,8 +184,8 @@ def _attend(
         )
     heads = query.shape[1]
     query, key, value = sequence.to_heads(query, key, value)
-    if isinstance(mask, Tensor) and mask.ndim == 4:
-        mask = sequence.heads_of(mask, heads, query.shape[2])
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+        attention_mask = sequence.heads_of(attention_mask, heads, query.shape[2])
     if flash and kwargs.get("position_ids") is not None:  # flash attention finds packed sequences by them
         kwargs["position_ids"] = sequence.whole(kwargs["position_ids"], f"{SP} all-gather positions")
     own = slice(sequence.rank * query.shape[1], (sequence.rank + 1) * query.shape[1])
@@ -168,7 +193,7 @@ def _attend(
         kwargs["s_aux"] = kwargs["s_aux"][own]
     module = _OfRank(module, query.shape[1] // key.shape[1], own)
     with sequence.inside():
-        out = function(module, query, key, value, mask, *args, **kwargs)[0]  # (B, S, H / n, D)
+        out = function(module, query, key, value, attention_mask, *args, **kwargs)[0]  # (B, S, H / n, D)
     return sequence.to_tokens(out, 2, 1), None
 
 
@@ -213,11 +238,14 @@ def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _wrap_registries() -> None:
     """Wrap the functions of Transformers' registries that are not wrapped yet."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, masking_utils
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     with _LOCK:
+        for name in ("find_packed_sequence_indices", "packed_sequence_compatibility_function"):
+            if not hasattr(function := getattr(masking_utils, name), "_zeroshard"):
+                setattr(masking_utils, name, _of_whole_sequences(function))
         if _EAGER not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(_EAGER, _eager)
             AttentionMaskInterface.register(_EAGER, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
