@@ -263,6 +263,18 @@ def test_heads_that_do_not_divide_and_models_that_do_not_fit_are_refused_before_
     refused(2, encode, "nn.MultiheadAttention computes its attention without leaving a place")
 
 
+def test_ranks_that_give_different_meshes_are_told_before_any_change():
+    models = [copy.deepcopy(model_of("llama")) for _ in range(4)]
+
+    def on_rank(rank: int) -> None:
+        mesh = {"sp": 2, "dp": 2} if rank < 2 else {"dp": 2, "sp": 2}
+        with pytest.raises(zs.ModelMismatch, match=r"rank 0: mesh=\{'sp': 2, 'dp': 2\}.*rank 2: mesh=\{'dp': 2, 'sp': 2\}"):
+            zs.shard(models[rank], None, mesh=mesh)
+        assert not hasattr(models[rank], "_zeroshard")
+
+    run_threads(4, on_rank, timeout_s=60)
+
+
 TINY = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8, "vocab_size": VOCAB}
 UNSUITED = {
     "LlamaForSequenceClassification": "computes its output from one token of a sequence, or from all",
