@@ -174,4 +174,6 @@ class SequenceLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of an object that copy or pickle is making
+            raise AttributeError(name)
         return getattr(self.loader, name)

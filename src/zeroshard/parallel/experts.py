@@ -96,7 +96,7 @@ class DividedExperts(AlongAxis):
         """Return (T, H) for hidden (T, H), index (T, K), weights (T, K), however the class names these arguments."""
         bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
         hidden, index, weights = cast(list[Tensor], list(bound.values())[1:])
-        line, ranks, label = self.line, self.line.comm.world_size, f"experts {self.stands_for.__name__}"
+        line, ranks, label = self.line, self.line.comm.world_size, f"experts {self.place}"
         experts, order = index.flatten().sort(stable=True)  # stable: an expert sees its tokens in the order of the batch
         if self.capacity_factor is not None:
             order, experts = self._within_capacity(order, experts, len(hidden), index.shape[-1])
@@ -236,8 +236,10 @@ def divisible(
     model: nn.Module, ranks: int, experts: Iterable[str] | None = None, capacity_factor: float | None = None
 ) -> dict[str, nn.Module]:
     """Return the modules of experts to divide over `ranks` ranks, by name. Raise ConfigError as `divide_experts`."""
-    if capacity_factor is not None and not capacity_factor > 0:
-        raise ConfigError(f"capacity_factor: expected a number above 0, or None (no token is dropped), got {capacity_factor!r}.")
+    if capacity_factor is not None and not (isinstance(capacity_factor, (int, float)) and 0 < capacity_factor < math.inf):
+        raise ConfigError(
+            f"capacity_factor: expected a finite number above 0, or None (no token is dropped), got {capacity_factor!r}."
+        )
     found = experts_of(model, experts)
     if not found:
         raise ConfigError(
