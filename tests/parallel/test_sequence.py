@@ -303,6 +303,22 @@ def test_padding_before_tokens_is_refused_where_a_model_counts_positions_without
     refused(2, run, "sp: OPTForCausalLM counts positions without padding, and there is padding before tokens: pad on the right")
 
 
+@pytest.mark.parametrize("network", ["shared", "tagged"])
+def test_ranks_with_unequally_many_tokens_are_refused(network):
+    models = [[copy.deepcopy(model_of("llama")), Plain()] for _ in range(2)]
+
+    def on_rank(rank: int, options: dict) -> None:
+        own = torch.arange(8)[None] if rank == 0 else torch.arange(8, 15)[None]
+        for model in models[rank]:
+            model, _ = zs.shard(model, None, mesh={"sp": 2}, stage=2, **options)
+            with pytest.raises(
+                zs.ConfigError, match=r"of different shapes \(rank 0: \(1,.* 8.*, rank 1: \(1,.* 7.* by zs.shard_sequence"
+            ):
+                model(input_ids=own, labels=own, position_ids=own)
+
+    on_ranks(2, network, on_rank)
+
+
 def test_batches_that_ranks_see_differently_or_that_are_not_cut_are_refused():
     models = [copy.deepcopy(model_of("llama")) for _ in range(4)]
     (batch,) = batches(steps=1)
@@ -311,6 +327,8 @@ def test_batches_that_ranks_see_differently_or_that_are_not_cut_are_refused():
         model, _ = zs.shard(models[rank], None, mesh={"sp": 2})
         with pytest.raises(zs.ConfigError, match="the batch has no position_ids.* zs.shard_sequence"):
             model(**batch)
+        with pytest.raises(zs.ConfigError, match="expected a mapping with input_ids, or a tensor, got tuple"):
+            zs.shard_sequence((batch["input_ids"], batch["labels"]), model)
         with pytest.raises(zs.ConfigError, match=r"attention_mask: expected shape \(2, 16\)"):
             zs.shard_sequence(batch | {"attention_mask": torch.ones(2, 1, 16, 16)}, model)
         zs.shard_sequence(batch if rank == 0 else batch | {"input_ids": batch["input_ids"] + 1}, model)
@@ -329,7 +347,7 @@ def test_a_loader_is_cut_and_a_closed_model_is_as_before(capsys):
         model, _ = zs.shard(models[rank], None, mesh={"sp": 2}, stage=3)
         loader = zs.SequenceLoader(data, model)
         with torch.no_grad():
-            parts = [model(**batch).logits for batch in loader]
+            parts = [model(**batch).logits for batch in copy.copy(loader)]
         zs.close(model)
         with torch.no_grad():
             return len(loader), parts, [model(input_ids=batch["input_ids"]).logits for batch in data]

@@ -88,6 +88,7 @@ def _with_mode(module: nn.Module, sequence: SequenceParallel) -> list[Any]:
         mode = _Attention(sequence) if not _running.values() and active_in(module) is not None else None
         _running.enter(module, mode)
         if mode is not None:
+            sequence.agreed = False
             mode.__enter__()
 
     @torch.compiler.disable

@@ -130,6 +130,7 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict, counted: 
         raise ConfigError(
             f"{what}: attention_mask: expected (batch, tokens), got {found}. Masks of each layer are made from it here."
         )
+    sequence.agree((positions if mask is None else mask).shape, "inputs")
     if mask is not None:
         padding = sequence.whole(mask.to(torch.uint8), f"{SP} all-gather padding").bool()
         if counted and bool((padding[:, 1:] & ~padding[:, :-1]).any()):

@@ -44,7 +44,7 @@ def active_in(module: nn.Module) -> SequenceParallel | None:
 class SequenceParallel:
     """The ranks along sp of this rank's place, which have the tokens of the same sequences, and a model's exchanges among them.
 
-    calls: attentions so far. only_in_training: a model in evaluation mode attends to this rank's tokens alone. Threads: as the Comm.
+    calls: attentions so far. agreed: ranks have compared shapes in this forward. only_in_training: a model in evaluation mode attends to this rank's tokens alone. Threads: as the Comm.
     """
 
     only_in_training = False
@@ -52,7 +52,7 @@ class SequenceParallel:
     def __init__(self, line: Line) -> None:
         self.line, self.comm = line, line.comm
         self.rank, self.size = line.comm.rank, line.comm.world_size
-        self.calls = 0
+        self.calls, self.agreed = 0, False
 
     # -- all-to-all ------------------------------------------------------------------------------------------
 
@@ -76,6 +76,16 @@ class SequenceParallel:
         with torch.no_grad():
             repeated = tensor.unsqueeze(0).expand(self.size, *tensor.shape)
             return self.swap([repeated], 0, repeated.ndim - 1, label).pop().squeeze(0)
+
+    def agree(self, shape: Sequence[int], what: str) -> None:
+        """Raise ConfigError, on all ranks, unless each has tensors of this shape (collective; once for each forward)."""
+        told = self.comm.exchange(str(tuple(shape)).encode(), f"{SP}: shapes")
+        if len(set(told)) > 1:
+            shapes = ", ".join(f"rank {rank}: {text.decode()}" for rank, text in zip(self.comm.ranks, told, strict=True))
+            raise ConfigError(
+                f"sp: ranks along sp have {what} of different shapes ({shapes}), and attention takes equally many tokens from each. Cut the "
+                "batch along its tokens by zs.shard_sequence(batch, model), which adds the missing ones."
+            )
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -144,6 +154,9 @@ class SequenceParallel:
         """Return F.scaled_dot_product_attention of whole sequences, for this rank's tokens: (B, H, S / n, D)."""
         if query.ndim != 4:
             raise ConfigError(f"sp: expected queries of shape (batch, heads, tokens, dim), got {tuple(query.shape)}.")
+        if not self.agreed:
+            self.agree(query.shape, "queries")
+            self.agreed = True
         heads, options["enable_gqa"] = query.shape[1], True
         query, key, value = self.to_heads(query, key, value)
         mask = None if attn_mask is None else self.heads_of(attn_mask, heads, query.shape[2])

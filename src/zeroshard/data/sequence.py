@@ -54,6 +54,8 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
     and ZeroshardError for a model that is not sharded.
     """
     rank, size, comm = _place(where)
+    if not isinstance(batch, (Tensor, Mapping)):
+        raise ConfigError(f"zs.shard_sequence: expected a mapping with input_ids, or a tensor, got {type(batch).__name__}.")
     entries: dict[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     if comm is not None:
         _check_same(entries, comm)
