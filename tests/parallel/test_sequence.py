@@ -309,8 +309,8 @@ def test_ranks_with_unequally_many_tokens_are_refused(network):
 
     def on_rank(rank: int, options: dict) -> None:
         own = torch.arange(8)[None] if rank == 0 else torch.arange(8, 15)[None]
-        for model in models[rank]:
-            model, _ = zs.shard(model, None, mesh={"sp": 2}, stage=2, **options)
+        for each in models[rank]:
+            model, _ = zs.shard(each, None, mesh={"sp": 2}, stage=2, **options)
             with pytest.raises(
                 zs.ConfigError, match=r"of different shapes \(rank 0: \(1,.* 8.*, rank 1: \(1,.* 7.* by zs.shard_sequence"
             ):
@@ -327,6 +327,9 @@ def test_batches_that_ranks_see_differently_or_that_are_not_cut_are_refused():
         model, _ = zs.shard(models[rank], None, mesh={"sp": 2})
         with pytest.raises(zs.ConfigError, match="the batch has no position_ids.* zs.shard_sequence"):
             model(**batch)
+        for cache in (True, False):
+            with pytest.raises(zs.ConfigError, match=r"generation needs the whole model and sequence: zs.close\(model\) first"):
+                model.generate(batch["input_ids"], use_cache=cache, max_new_tokens=2)
         with pytest.raises(zs.ConfigError, match="expected a mapping with input_ids, or a tensor, got tuple"):
             zs.shard_sequence((batch["input_ids"], batch["labels"]), model)
         with pytest.raises(zs.ConfigError, match=r"attention_mask: expected shape \(2, 16\)"):

@@ -118,8 +118,11 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
 def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict, counted: bool) -> _Forward:
     """Begin a model's forward: exchange what masks depend on (collective). counted: the model counts positions without padding."""
     mask, positions, what = kwargs.get("attention_mask"), kwargs.get("position_ids"), f"sp: {type(model).__name__}"
-    if kwargs.get("past_key_values") is not None:
-        raise ConfigError(f"{what}: past_key_values: generation needs the whole model and sequence: zs.close(model) first.")
+    keep = kwargs.get("logits_to_keep")
+    if kwargs.get("past_key_values") is not None or isinstance(keep, Tensor) or keep:
+        raise ConfigError(
+            f"{what}: past_key_values and logits_to_keep: generation needs the whole model and sequence: zs.close(model) first."
+        )
     if positions is None:
         raise ConfigError(
             f"{what}: the batch has no position_ids, and a rank's tokens do not begin at position 0. Cut the batch along its tokens by "
@@ -136,9 +139,10 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict, counted: 
         if counted and bool((padding[:, 1:] & ~padding[:, :-1]).any()):
             raise ConfigError(f"{what} counts positions without padding, and there is padding before tokens: pad on the right.")
         return _Forward(sequence, padding, None)
-    if positions.ndim != 2 or sequence.comm.imagined:
+    if positions.ndim != 2:
         return _Forward(sequence, None, None)
-    return _Forward(sequence, None, sequence.whole(positions, f"{SP} all-gather positions"))
+    whole = sequence.whole(positions, f"{SP} all-gather positions")
+    return _Forward(sequence, None, None if sequence.comm.imagined else whole)
 
 
 def _of_whole_sequences(function: Callable) -> Callable:
