@@ -230,6 +230,8 @@ def capacity(rank, mesh):
     model = zs.divide_experts(net(2), mesh["ep"], experts=["experts"], capacity_factor=0.5)
     model, _ = zs.shard(model, None, mesh=mesh)
     x, wanted = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank)), torch.tensor([[0], [1], [0], [1]])
+    with pytest.raises(IndexError, match="experts experts: a token chose expert 2, and there are 2"):
+        model(x, wanted + 1)
     kept, own = torch.tensor([[0.5], [0.5], [0], [0]]), net(2)
     assert torch.allclose(model(x, wanted), own.experts(own.mix(x), wanted, kept).square().sum(dim=-1).mean(), atol=1e-6)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from expert_kit import Own, make, net
+from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm import backend_select
@@ -73,6 +74,17 @@ def test_what_can_not_be_divided(sentence):
         assert all(param is before[name] for name, param in model.named_parameters()) and type(model.experts) is Own
         with pytest.raises(zs.ConfigError, match=r"expected one axis of a mesh, such as mesh\['ep'\]"):
             zs.divide_experts(model, mesh)
+
+
+def test_shared_parameters_are_refused_and_shared_modules_are_divided_once():
+    with imagined_mesh({"dp": 1, "ep": 4}) as mesh:
+        model = nn.ModuleList([net(), net()])
+        model[1].experts.weight = model[0].experts.weight
+        with pytest.raises(zs.ConfigError, match=r"1\.experts\.weight is 0\.experts\.weight: .* Let both places call one module"):
+            zs.divide_experts(model, mesh["ep"], experts=["*.experts"])
+        model[1].experts = model[0].experts
+        zs.divide_experts(model, mesh["ep"], experts=["*.experts"])
+        assert model[1].experts is model[0].experts and model[0].experts.num_experts == 2
 
 
 def test_adapters_of_divided_parameters_are_refused():

@@ -123,7 +123,10 @@ class DividedExperts(AlongAxis):
         if self.line.comm.imagined:
             base, more = divmod(len(experts), self.everywhere)
             return [base + (number < more) for number in range(self.everywhere)]
-        return torch.bincount(experts, minlength=self.everywhere).tolist()
+        counts: list[int] = torch.bincount(experts, minlength=self.everywhere).tolist()
+        if len(counts) > self.everywhere:
+            raise IndexError(f"experts {self.place}: a token chose expert {len(counts) - 1}, and there are {self.everywhere}.")
+        return counts
 
     def _within_capacity(self, order: Tensor, experts: Tensor, tokens: int, choices: int) -> tuple[Tensor, Tensor]:
         """Keep the first choices of each expert, in the order of the batch, as many as it has capacity for."""
@@ -248,6 +251,16 @@ def divisible(
         )
     for name, module in found.items():
         _check(module, name, ranks)
+    divided = {id(param) for module in found.values() for param in module.parameters()}
+    first: dict[int, str] = {}
+    for place, module in model.named_modules():
+        for key, param in torch_compat.own_parameters(module).items():
+            name = f"{place}.{key}"
+            if id(param) in divided and first.setdefault(id(param), name) != name:
+                raise ConfigError(
+                    f"{name} is {first[id(param)]}: a parameter of experts that two modules share can not be divided. Let both places call one "
+                    "module of experts, or leave the axis ep out of the mesh."
+                )
     return found
 
 
