@@ -225,13 +225,17 @@ def list_is_saved_by_its_names(model, one):
         dist.barrier()
 
 
+def strange(rank, mesh):
+    model, _ = zs.shard(zs.divide_experts(net(2), mesh["ep"], experts=["experts"]), None, mesh=mesh)
+    with pytest.raises(IndexError, match="experts experts: a token chose expert 2, and there are 2"):
+        model(torch.zeros(1, 4), torch.tensor([[2]]))
+
+
 def capacity(rank, mesh):
     """Of 4 choices each, an expert takes ceil(0.5 * 4 tokens * 1 choice / 2 experts) = 1, the first of the batch."""
     model = zs.divide_experts(net(2), mesh["ep"], experts=["experts"], capacity_factor=0.5)
     model, _ = zs.shard(model, None, mesh=mesh)
     x, wanted = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank)), torch.tensor([[0], [1], [0], [1]])
-    with pytest.raises(IndexError, match="experts experts: a token chose expert 2, and there are 2"):
-        model(x, wanted + 1)
     kept, own = torch.tensor([[0.5], [0.5], [0], [0]]), net(2)
     assert torch.allclose(model(x, wanted), own.experts(own.mix(x), wanted, kept).square().sum(dim=-1).mean(), atol=1e-6)
 
@@ -281,6 +285,23 @@ def copies(rank, mesh):
         assert torch.equal(copy.deepcopy(model)(tokens).logits, model(tokens).logits)
         with pytest.raises(zs.ConfigError, match="is called before zs.shard"):
             pickle.loads(pickle.dumps(model))(tokens)
+
+
+def interrupted(rank, mesh):
+    """Torch runs no forward hooks after KeyboardInterrupt; the router's loss of another model is then its own again."""
+    tokens = micro_batches(0, 1)[0].chunk(WORLD)[rank]
+    one, (model, _) = make("Mixtral", **BALANCED), sharded(mesh, "Mixtral", BALANCED, stage=1)
+    with torch.no_grad():
+        expected = one(tokens, labels=tokens).aux_loss
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens, labels=tokens)
+    with torch.no_grad():
+        assert torch.equal(one(tokens, labels=tokens).aux_loss, expected)
 
 
 def adapted(rank, mesh):
@@ -345,7 +366,9 @@ def _on_ranks(rank, ranks, cells, folder):
         bodies[f"routes {stage} {shape} {listed}"] = functools.partial(routes, rank, meshes[shape], stage, listed)
     for stage in (1, 3):
         bodies[f"features {stage}"] = functools.partial(features, rank, meshes[2, 2], stage)
+    bodies["strange"] = functools.partial(strange, rank, meshes[2, 2])
     bodies["capacity"] = functools.partial(capacity, rank, meshes[2, 2])
+    bodies["interrupted"] = functools.partial(interrupted, rank, meshes[2, 2])
     bodies["adapted"] = functools.partial(adapted, rank, meshes[2, 2])
     bodies["copies"] = functools.partial(copies, rank, meshes[2, 2])
     for axes in ({"ep": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 1, "ep": 2}):
@@ -399,6 +422,11 @@ def test_norms_writes_and_muon(stage):
 
 
 @pytest.mark.processes
+def test_an_expert_that_does_not_exist_is_named():
+    check("strange")
+
+
+@pytest.mark.processes
 def test_choices_beyond_the_capacity_get_zeros():
     check("capacity")
 
@@ -406,6 +434,11 @@ def test_choices_beyond_the_capacity_get_zeros():
 @pytest.mark.processes
 def test_a_rank_that_caught_an_error_does_not_meet_another_layer():
     assert "rank 0: experts model.layers.0.mlp.experts: tokens of each; rank 1: experts model.layers.1" in results()[0]["caught"]
+
+
+@pytest.mark.processes
+def test_after_an_interrupted_forward_other_models_have_their_own_router_loss():
+    check("interrupted")
 
 
 @pytest.mark.processes

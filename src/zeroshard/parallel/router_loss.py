@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -22,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..utils.autograd import Running
 from ..zero.along_axis import AlongAxis, Line
 
 _NAME = "load_balancing_loss_func"  # Transformers' function, in the module of each model that has the loss
-_inside = threading.local()  # .models: those with divided experts whose forwards run in this thread, the outermost first
+_running = Running()  # the forwards of models with divided experts, each with its model
 
 
 def over_all_ranks(model: nn.Module) -> None:
@@ -39,11 +39,11 @@ def over_all_ranks(model: nn.Module) -> None:
 
 
 def _enter(module: nn.Module, args: object) -> None:
-    _inside.models = [*getattr(_inside, "models", []), module]
+    _running.enter(module, module)
 
 
 def _leave(module: nn.Module, args: object, output: object) -> None:
-    _inside.models = _inside.models[:-1]
+    _running.leave(module)
 
 
 def _replace(source: ModuleType) -> None:
@@ -54,7 +54,7 @@ def _replace(source: ModuleType) -> None:
 
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        models = getattr(_inside, "models", [])
+        models = _running.values()
         if not models:
             return original(*args, **kwargs)
         line = next(each.line for each in models[-1].modules() if isinstance(each, AlongAxis))
