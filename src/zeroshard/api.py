@@ -155,7 +155,7 @@ def _shard(
     group, peers, world = axes.open(device, config.stall_timeout_s)
     if auto is not None:
         config = choose(config, group, model, specs, optimizer, *auto, axes.parts)
-    check_same_model(group, model, specs, config, optimizer, axes.parts)
+    check_same_model(group, model, specs, config, optimizer, axes.layout)
     topology.check(config, group, axes.parts)
     if planned is not None:
         planned.compare(group, world)

@@ -3,7 +3,9 @@
 A world of four processes goes through all cells; each test looks at what a cell found.
 """
 
+import copy
 import functools
+import pickle
 import tempfile
 import traceback
 from dataclasses import dataclass, field
@@ -223,6 +225,12 @@ def list_is_saved_by_its_names(model, one):
         dist.barrier()
 
 
+def strange(rank, mesh):
+    model, _ = zs.shard(zs.divide_experts(net(2), mesh["ep"], experts=["experts"]), None, mesh=mesh)
+    with pytest.raises(IndexError, match="experts experts: a token chose expert 2, and there are 2"):
+        model(torch.zeros(1, 4), torch.tensor([[2]]))
+
+
 def capacity(rank, mesh):
     """Of 4 choices each, an expert takes ceil(0.5 * 4 tokens * 1 choice / 2 experts) = 1, the first of the batch."""
     model = zs.divide_experts(net(2), mesh["ep"], experts=["experts"], capacity_factor=0.5)
@@ -247,6 +255,72 @@ def beside(rank, axes):
         assert torch.allclose(value, expected[2][name], rtol=0, atol=1e-5), name
     assert "ep: " in run.report() and "experts: the busiest rank computed 1." in run.report()
     run.close()
+
+
+def caught(rank, mesh):
+    """The last body: a rank that catches an error of its forward, and begins anew, does not meet the others' next layer."""
+    model, _ = sharded(mesh, "Mixtral", stage=0)
+    tokens = micro_batches(0, 1)[0].chunk(WORLD)[rank]
+
+    def fail(*_):
+        raise ValueError("the program's")
+
+    with torch.no_grad():
+        if rank == 0:
+            handle = model.model.layers[1].register_forward_pre_hook(fail)
+            with pytest.raises(ValueError, match="the program's"):
+                model(tokens)
+            handle.remove()
+        with pytest.raises((zs.CollectiveMismatch, zs.PeerFailed)) as found:
+            model(tokens)
+    return str(found.value)
+
+
+def copies(rank, mesh):
+    """A closed model can be copied, and the copy sends tokens, too; in another process it has no ranks to send to."""
+    model, _ = sharded(mesh, "Mixtral", stage=3)
+    tokens = micro_batches(0, 1)[0].chunk(WORLD)[rank]
+    zs.close(model)
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(model)(tokens).logits, model(tokens).logits)
+        with pytest.raises(zs.ConfigError, match="is called before zs.shard"):
+            pickle.loads(pickle.dumps(model))(tokens)
+
+
+def interrupted(rank, mesh):
+    """Torch runs no forward hooks after KeyboardInterrupt; the router's loss of another model is then its own again."""
+    tokens = micro_batches(0, 1)[0].chunk(WORLD)[rank]
+    one, (model, _) = make("Mixtral", **BALANCED), sharded(mesh, "Mixtral", BALANCED, stage=1)
+    with torch.no_grad():
+        expected = one(tokens, labels=tokens).aux_loss
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens, labels=tokens)
+    with torch.no_grad():
+        assert torch.equal(one(tokens, labels=tokens).aux_loss, expected)
+
+
+def adapted(rank, mesh):
+    """LoRA of other modules than the experts; these are frozen, and send tokens as before."""
+    peft = pytest.importorskip("peft")
+    one, model = (
+        peft.get_peft_model(make("Mixtral"), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        for _ in range(2)
+    )
+    model.load_state_dict(one.state_dict())
+    zs.divide_experts(model, mesh["ep"])
+    model, _ = zs.shard(model, None, mesh=mesh, stage=3)
+    tokens = micro_batches(0, 1)[0]
+    mine = tokens.chunk(WORLD)[rank]
+    one(tokens, labels=tokens).loss.backward()
+    model(mine, labels=mine).loss.backward()
+    for name, gradient in zs.full_gradients(model).items():
+        assert torch.allclose(gradient, one.get_parameter(name).grad, atol=1e-6), name
+    zs.close(model)
 
 
 def muon(model):
@@ -292,9 +366,14 @@ def _on_ranks(rank, ranks, cells, folder):
         bodies[f"routes {stage} {shape} {listed}"] = functools.partial(routes, rank, meshes[shape], stage, listed)
     for stage in (1, 3):
         bodies[f"features {stage}"] = functools.partial(features, rank, meshes[2, 2], stage)
+    bodies["strange"] = functools.partial(strange, rank, meshes[2, 2])
     bodies["capacity"] = functools.partial(capacity, rank, meshes[2, 2])
+    bodies["interrupted"] = functools.partial(interrupted, rank, meshes[2, 2])
+    bodies["adapted"] = functools.partial(adapted, rank, meshes[2, 2])
+    bodies["copies"] = functools.partial(copies, rank, meshes[2, 2])
     for axes in ({"ep": 2, "dp": 1, "tp": 2}, {"pp": 2, "dp": 1, "ep": 2}):
         bodies[f"beside {axes}"] = functools.partial(beside, rank, axes)
+    bodies["caught"] = functools.partial(caught, rank, meshes[1, 4])
     for name, body in bodies.items():
         try:
             found[name] = body()
@@ -343,8 +422,33 @@ def test_norms_writes_and_muon(stage):
 
 
 @pytest.mark.processes
+def test_an_expert_that_does_not_exist_is_named():
+    check("strange")
+
+
+@pytest.mark.processes
 def test_choices_beyond_the_capacity_get_zeros():
     check("capacity")
+
+
+@pytest.mark.processes
+def test_a_rank_that_caught_an_error_does_not_meet_another_layer():
+    assert "rank 0: experts model.layers.0.mlp.experts: tokens of each; rank 1: experts model.layers.1" in results()[0]["caught"]
+
+
+@pytest.mark.processes
+def test_after_an_interrupted_forward_other_models_have_their_own_router_loss():
+    check("interrupted")
+
+
+@pytest.mark.processes
+def test_adapters_beside_divided_experts():
+    check("adapted")
+
+
+@pytest.mark.processes
+def test_closed_models_are_copied():
+    check("copies")
 
 
 @pytest.mark.processes

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from expert_kit import Own, net
+from expert_kit import Own, make, net
+from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm import backend_select
@@ -56,7 +57,9 @@ BAD = {
     "Net has no module of experts of Transformers' interface to divide over 4 ranks: name": (8, {}),
     "experts: Net has no module named 'expert'. Did you mean 'experts'": (8, {"experts": ["expert"]}),
     r"mix \(Linear\) has no num_experts: expected": (8, {"experts": ["mix"]}),
-    "capacity_factor: expected a number above 0, .*got 0": (8, {"experts": ["experts"], "capacity_factor": 0}),
+    "capacity_factor: expected a finite number above 0, .*got 0": (8, {"experts": ["experts"], "capacity_factor": 0}),
+    "capacity_factor: .*got inf": (8, {"experts": ["experts"], "capacity_factor": float("inf")}),
+    "capacity_factor: .*got '1'": (8, {"experts": ["experts"], "capacity_factor": "1"}),
 }
 
 
@@ -71,3 +74,26 @@ def test_what_can_not_be_divided(sentence):
         assert all(param is before[name] for name, param in model.named_parameters()) and type(model.experts) is Own
         with pytest.raises(zs.ConfigError, match=r"expected one axis of a mesh, such as mesh\['ep'\]"):
             zs.divide_experts(model, mesh)
+
+
+def test_shared_parameters_are_refused_and_shared_modules_are_divided_once():
+    with imagined_mesh({"dp": 1, "ep": 4}) as mesh:
+        model = nn.ModuleList([net(), net()])
+        model[1].experts.weight = model[0].experts.weight
+        with pytest.raises(zs.ConfigError, match=r"1\.experts\.weight is 0\.experts\.weight: .* Let both places call one module"):
+            zs.divide_experts(model, mesh["ep"], experts=["*.experts"])
+        model[1].experts = model[0].experts
+        zs.divide_experts(model, mesh["ep"], experts=["*.experts"])
+        assert model[1].experts is model[0].experts and model[0].experts.num_experts == 2
+
+
+def test_adapters_of_divided_parameters_are_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make("Mixtral"), peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]))
+    with imagined_mesh({"dp": 1, "ep": 4}) as mesh:
+        zs.divide_experts(model, mesh["ep"])
+        with pytest.raises(
+            zs.ConfigError, match=r"experts adapts parameters .* the axis 'ep' .*\(target_modules\), or leave 'ep' out"
+        ):
+            zs.shard(model, None, mesh=mesh)
+    assert not hasattr(model, "_zeroshard")

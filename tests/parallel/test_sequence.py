@@ -13,6 +13,7 @@ from sequence_kit import (
     LAYERS,
     VOCAB,
     WIDTH,
+    Block,
     Plain,
     adam,
     assert_equals_one_process,
@@ -61,6 +62,23 @@ for each in PROMPT:
 def test_masks_are_those_of_whole_sequences(kind, data):
     """Mistral's window of 5 tokens reaches over the border between ranks."""
     assert_equals_one_process(model_of(kind), data[:3], {"sp": 2}, stage=2)
+
+
+RIGHT = LEFT.flip(1)
+
+
+@pytest.mark.parametrize(
+    "kind, more", [("gpt_oss", {"position_ids": PACKED}), ("opt", {"position_ids": PACKED}), ("opt", {"attention_mask": RIGHT})]
+)
+def test_models_that_do_not_look_for_packed_sequences_attend_over_them_as_in_one_process(kind, more):
+    data = batches(steps=3, **more)
+    for batch in data if "attention_mask" in more else []:
+        batch["labels"][RIGHT == 0] = -100
+    assert_equals_one_process(model_of(kind), data, {"sp": 2}, stage=2)
+
+
+def test_attention_functions_may_be_called_by_names():
+    assert_equals_one_process(model_of("afmoe"), batches(steps=1), {"sp": 2}, stage=3)
 
 
 def test_accumulated_micro_batches_and_checkpointed_blocks_equal_one_process():
@@ -239,6 +257,62 @@ def test_models_that_do_not_fit_are_refused_before_any_change():
     refused(2, encode, "nn.MultiheadAttention computes its attention without leaving a place")
 
 
+def test_ranks_that_give_different_meshes_are_told_before_any_change():
+    models = [copy.deepcopy(model_of("llama")) for _ in range(4)]
+
+    def on_rank(rank: int) -> None:
+        mesh = {"sp": 2, "dp": 2} if rank < 2 else {"dp": 2, "sp": 2}
+        with pytest.raises(zs.ModelMismatch, match=r"rank 0: mesh=\{'sp': 2, 'dp': 2\}.*rank 2: mesh=\{'dp': 2, 'sp': 2\}"):
+            zs.shard(models[rank], None, mesh=mesh)
+        assert not hasattr(models[rank], "_zeroshard")
+
+    run_threads(4, on_rank, timeout_s=60)
+
+
+TINY = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8, "vocab_size": VOCAB}
+UNSUITED = {
+    "LlamaForSequenceClassification": "computes its output from one token of a sequence, or from all",
+    "LlamaForQuestionAnswering": "computes its output from one token of a sequence, or from all",
+    "RobertaForMaskedLM": "counts the tokens that are no padding from its padding_idx on",
+    "EsmForMaskedLM": "counts the tokens that are no padding from its padding_idx on",
+    "MobileBertForMaskedLM": "has trigram_input, by which tokens read others outside of attention",
+}
+
+
+@pytest.mark.parametrize("kind", UNSUITED)
+def test_models_whose_tokens_meet_outside_of_attention_are_refused(kind):
+    options = TINY | {"pad_token_id": 1} | ({"embedding_size": 8} if "Mobile" in kind else {})
+    with torch.device("meta"):
+        models = [(cls := getattr(transformers, kind))(cls.config_class(**options)) for _ in range(2)]
+    refused(2, lambda rank: zs.shard(models[rank], None, mesh={"sp": 2}), f"sp: {kind} {UNSUITED[kind]}.* over dp and tp")
+
+
+def test_padding_before_tokens_is_refused_where_a_model_counts_positions_without_it():
+    models, data = [copy.deepcopy(model_of("opt")) for _ in range(2)], batches(steps=1, attention_mask=LEFT)
+
+    def run(rank: int) -> None:
+        model, _ = zs.shard(models[rank], None, mesh={"sp": 2})
+        model(**zs.shard_sequence(data[0], model))
+
+    refused(2, run, "sp: OPTForCausalLM counts positions without padding, and there is padding before tokens: pad on the right")
+
+
+@pytest.mark.parametrize("network", ["shared", "tagged"])
+def test_ranks_with_unequally_many_tokens_are_refused(network):
+    models = [[copy.deepcopy(model_of("llama")), Plain()] for _ in range(2)]
+
+    def on_rank(rank: int, options: dict) -> None:
+        own = torch.arange(8)[None] if rank == 0 else torch.arange(8, 15)[None]
+        for each in models[rank]:
+            model, _ = zs.shard(each, None, mesh={"sp": 2}, stage=2, **options)
+            with pytest.raises(
+                zs.ConfigError, match=r"of different shapes \(rank 0: \(1,.* 8.*, rank 1: \(1,.* 7.* by zs.shard_sequence"
+            ):
+                model(input_ids=own, labels=own, position_ids=own)
+
+    on_ranks(2, network, on_rank)
+
+
 def test_batches_that_ranks_see_differently_or_that_are_not_cut_are_refused():
     models = [copy.deepcopy(model_of("llama")) for _ in range(4)]
     (batch,) = batches(steps=1)
@@ -247,6 +321,11 @@ def test_batches_that_ranks_see_differently_or_that_are_not_cut_are_refused():
         model, _ = zs.shard(models[rank], None, mesh={"sp": 2})
         with pytest.raises(zs.ConfigError, match="the batch has no position_ids.* zs.shard_sequence"):
             model(**batch)
+        for cache in (True, False):
+            with pytest.raises(zs.ConfigError, match=r"generation needs the whole model and sequence: zs.close\(model\) first"):
+                model.generate(batch["input_ids"], use_cache=cache, max_new_tokens=2)
+        with pytest.raises(zs.ConfigError, match="expected a mapping with input_ids, or a tensor, got tuple"):
+            zs.shard_sequence((batch["input_ids"], batch["labels"]), model)
         with pytest.raises(zs.ConfigError, match=r"attention_mask: expected shape \(2, 16\)"):
             zs.shard_sequence(batch | {"attention_mask": torch.ones(2, 1, 16, 16)}, model)
         zs.shard_sequence(batch if rank == 0 else batch | {"input_ids": batch["input_ids"] + 1}, model)
@@ -265,7 +344,7 @@ def test_a_loader_is_cut_and_a_closed_model_is_as_before(capsys):
         model, _ = zs.shard(models[rank], None, mesh={"sp": 2}, stage=3)
         loader = zs.SequenceLoader(data, model)
         with torch.no_grad():
-            parts = [model(**batch).logits for batch in loader]
+            parts = [model(**batch).logits for batch in copy.copy(loader)]
         zs.close(model)
         with torch.no_grad():
             return len(loader), parts, [model(input_ids=batch["input_ids"]).logits for batch in data]
@@ -276,3 +355,63 @@ def test_a_loader_is_cut_and_a_closed_model_is_as_before(capsys):
         torch.testing.assert_close(torch.cat(pair[:2], dim=1), pair[2])
     run_threads(2, lambda rank: zs.shard(nn.Linear(2, 2), None, mesh={"sp": 2})[0](torch.zeros(1, 2)))
     assert "each token is computed without those of other ranks" in capsys.readouterr().err
+
+
+# -- forwards that end in another way --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "plain"])
+def test_after_an_interrupted_forward_models_attend_as_before(kind):
+    """torch runs no forward hooks after KeyboardInterrupt."""
+    with seeding(0):
+        model = Plain() if kind == "plain" else model_of(kind)
+    models, (batch,) = [copy.deepcopy(model) for _ in range(2)], batches(steps=1)
+    if kind == "llama":
+        batch["attention_mask"] = LEFT
+    with torch.no_grad():
+        expected = model(**batch).loss if kind == "llama" else model(**batch)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def on_rank(rank: int) -> list[torch.Tensor]:
+        model, _ = zs.shard(models[rank], None, mesh={"sp": 2}, stage=2)
+        own = zs.shard_sequence(batch, model)
+        first = model.blocks[1] if kind == "plain" else model.model.layers[1]
+        handle = first.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**(own | {"attention_mask": None} if kind == "llama" else own))
+        handle.remove()
+        with torch.no_grad():
+            sharded = model(**own)
+            zs.close(model)
+            whole = model(**batch)
+        return [out.loss if kind == "llama" else out for out in (sharded, whole)]
+
+    (left, _), (right, whole) = run_threads(2, on_rank, timeout_s=60)
+    torch.testing.assert_close((left + right) / 2, expected)
+    torch.testing.assert_close(whole, expected)
+
+
+def test_after_a_pre_hook_that_raised_modules_attend_as_before():
+    """torch runs forward hooks then, and no further pre-hooks."""
+    with seeding(0):
+        model = Block(4, "causal")
+    failing, given = set(), torch.randn(1, 8, WIDTH)
+    models, expected = [copy.deepcopy(model) for _ in range(2)], model(given)
+
+    def on_rank(rank: int) -> torch.Tensor:
+        def fail(*_: object) -> None:
+            if rank in failing:
+                failing.remove(rank)
+                raise ValueError("the program's")
+
+        models[rank].register_forward_pre_hook(fail)
+        model, _ = zs.shard(models[rank], None, mesh={"sp": 2}, stage=2)
+        model(given.chunk(2, dim=1)[rank])
+        failing.add(rank)
+        with pytest.raises(ValueError, match="the program's"):
+            model(given.chunk(2, dim=1)[rank])
+        return model(given.chunk(2, dim=1)[rank])
+
+    torch.testing.assert_close(torch.cat(run_threads(2, on_rank, timeout_s=60), dim=1), expected)

@@ -58,6 +58,12 @@ def model_of(kind: str, heads: int = HEADS, kv: int = 2, **other) -> nn.Module:
         if kind == "gpt_oss":  # attention sinks, windows in every other layer
             options = small | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4}
             return transformers.GptOssForCausalLM(transformers.GptOssConfig(**options))
+        if kind == "afmoe":  # calls its attention function by names of arguments
+            options = SMALL | {"head_dim": 8, "num_local_experts": 4, "moe_intermediate_size": 16, "sliding_window": 4}
+            return transformers.AfmoeForCausalLM(transformers.AfmoeConfig(**options))
+        if kind == "opt":
+            options = {"ffn_dim": 48, "word_embed_proj_dim": WIDTH, "dropout": 0.0, "pad_token_id": 1}
+            return transformers.OPTForCausalLM(transformers.OPTConfig(**SMALL | options))
         if kind == "mistral":  # every layer has a sliding window
             return transformers.MistralForCausalLM(transformers.MistralConfig(**small, sliding_window=5))
         if kind == "bert":

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
+from ..utils.autograd import Running
 from ..zero import hooks
 from ..zero.runtime import Runtime
 from . import transformers_attention
@@ -38,7 +39,8 @@ from .ulysses import active_in, sequence_of
 
 _NAME = "load_balancing_loss_func"  # Transformers' function, in the module of each model that has the loss
 _FORM = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # its arguments; a function with others computes something else
-_inside = threading.local()  # .runtimes: of models whose forwards run, the outermost first; .stage: that of the stage that runs
+_running = Running()  # the forwards of sharded models, each with its Runtime; None: its loss is that of a rank's tokens
+_inside = threading.local()  # .stage: the StageSums of the stage that runs
 
 
 @dataclass
@@ -93,10 +95,10 @@ def attach(runtime: Runtime) -> None:
     def enter(module: nn.Module, args: object) -> None:
         sequence = sequence_of(module)
         alone = sequence is not None and active_in(module) is None  # in evaluation, of sequences of its own
-        _inside.runtimes = [*getattr(_inside, "runtimes", []), None if alone else runtime]
+        _running.enter(module, None if alone else runtime)
 
     def leave(module: nn.Module, args: object, output: object) -> None:
-        _inside.runtimes = _inside.runtimes[:-1]
+        _running.leave(module)
 
     for module in filter(_sources, runtime.model.modules()):
         handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
@@ -138,7 +140,7 @@ def _parameters(file: ModuleType) -> Any:
 def _replaced(original: Callable) -> Callable:
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        runtime, stage = (getattr(_inside, "runtimes", None) or [None])[-1], getattr(_inside, "stage", None)
+        runtime, stage = next(reversed(_running.values()), None), getattr(_inside, "stage", None)
         if runtime is None and stage is None:
             return original(*args, **kwargs)
         return balance_loss(runtime, stage, *args, **kwargs)

@@ -7,9 +7,7 @@ runs it again in backward.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +17,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ConfigError
+from ..utils.autograd import Running
 from ..zero import hooks
 from ..zero.along_axis import Line
 from ..zero.runtime import Runtime
 from . import transformers_attention
 from .ulysses import SequenceParallel, active_in, of_module
 
-_local = threading.local()  # .depth: number of running forwards in which the mode is active; .mode
+_running = (
+    Running()
+)  # the forwards of modules that may call scaled_dot_product_attention, each with the mode that it entered, or None
 
 
 class _Attention(TorchFunctionMode):
@@ -36,9 +37,9 @@ class _Attention(TorchFunctionMode):
         self.sequence = sequence
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention and not self.sequence.is_inside:
+        if func is F.scaled_dot_product_attention and self in _running.values() and not self.sequence.is_inside:
             return self.sequence.attention(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:
+        if func is F.multi_head_attention_forward and self in _running.values():  # else an interrupted forward has left the mode
             raise ConfigError(
                 "sp: nn.MultiheadAttention computes its attention without leaving a place for the exchange of heads. Call "
                 "F.scaled_dot_product_attention(query, key, value, is_causal=...) in a module of your own."
@@ -79,16 +80,17 @@ def _with_mode(module: nn.Module, sequence: SequenceParallel) -> list[Any]:
 
     @torch.compiler.disable
     def before(module: nn.Module, *_: object) -> None:
-        _local.depth = getattr(_local, "depth", 0) + 1
-        if _local.depth == 1:
-            _local.mode = _Attention(sequence) if active_in(module) is not None else contextlib.nullcontext()
-            _local.mode.__enter__()
+        mode = _Attention(sequence) if not _running.values() and active_in(module) is not None else None
+        _running.enter(module, mode)
+        if mode is not None:
+            sequence.agreed = False
+            mode.__enter__()
 
     @torch.compiler.disable
-    def after(*_: object) -> None:
-        _local.depth -= 1
-        if _local.depth == 0:
-            _local.mode.__exit__(None, None, None)
+    def after(module: nn.Module, *_: object) -> None:
+        for mode in _running.leave(module):
+            if mode is not None:
+                mode.__exit__(None, None, None)
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after, always_call=True)]
 

@@ -23,6 +23,7 @@ from ..errors import ConfigError
 from .cross_entropy import tiled_cross_entropy
 
 _IGNORED = -100
+_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> list[str]:
@@ -44,6 +45,9 @@ def tile_loss(model: nn.Module, tokens: int) -> str:
             f"loss_tokens: {type(model).__name__} has no language model of Transformers whose loss is the cross-entropy of the next token: "
             "pass loss_tokens=None, and compute the loss by zs.tiled_cross_entropy of a head that zs.tile has cut."
         )
+    changed = next((each for each in _LOGIT_OPTIONS if getattr(causal.config, each, None) not in (None, 1)), None)
+    if changed is not None:
+        raise ConfigError(_changed(f"{type(causal).__name__} (config.{changed})"))
     causal.__dict__["forward"] = functools.partial(_causal_forward, causal, tokens)
     return type(causal).__name__
 
@@ -110,14 +114,18 @@ def _loss(
         shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
     with torch.no_grad():
         if not torch.allclose(head(hidden[:, -1:]).float(), logits.float(), rtol=1e-2, atol=1e-3):
-            raise ConfigError(
-                "loss_tokens: the model changes the logits of its head (a soft cap, a scale), which a loss in tiles would leave out: pass "
-                "loss_tokens=None."
-            )
+            raise ConfigError(_changed("the model"))
     part = functools.partial(_part, head, ignore_index)
     pairs = zip(hidden.split(tokens, dim=1), shift_labels.split(tokens, dim=1), strict=True)
     total = torch.stack([_checkpointed(part, *pair) for pair in pairs]).sum()
     return total / ((shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def _changed(what: str) -> str:
+    return (
+        f"loss_tokens: {what} changes the logits of its head (a soft cap, a scale), which a loss in tiles would leave out: pass "
+        "loss_tokens=None."
+    )
 
 
 def _part(head: nn.Module, ignore_index: int, hidden: Tensor, labels: Tensor) -> Tensor:

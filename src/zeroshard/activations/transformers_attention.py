@@ -24,21 +24,26 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..utils.autograd import Running
 from ..utils.axes import SP
 from .causal import LAST_QUERIES
 from .ulysses import SequenceParallel, active_in
 
 _EAGER = "zeroshard_eager"
 _BY_MASK = (_EAGER, "flex_attention")  # functions that are told by the mask alone which keys a query sees
+_MIXED_INPUTS = ("trigram_input", "keep_window_size")  # options of models whose tokens meet outside of the registry's attention
+_POOLED = (
+    "ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction", "BertForPreTraining",
+    "DoubleHeadsModel",
+)  # fmt: skip
 _LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
-# .stack: for each running forward of a model, the outermost first, the _Forward for which masks are made; None: masks as without sp
-_local = threading.local()
+_running = Running()  # the forwards of models, each with the _Forward by which masks are made; None: torch's own
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """The inputs of a model's forward, of whole sequences. padding: (B, S), 1 or True for tokens; positions: (B, S) if packed."""
+    """The inputs of a model's forward, of whole sequences. padding: (B, S), 1 or True for tokens; positions: (B, S), without padding."""
 
     sequence: SequenceParallel
     padding: Tensor | None
@@ -69,6 +74,19 @@ def check(name: str, model: Any) -> None:
             f"{what} has layers of type {', '.join(others)}, which read neighbouring tokens: expected {' and '.join(_LAYERS[:2])} only. "
             "Shard it over dp and tp."
         )
+    mixed = next((each for each in _MIXED_INPUTS if getattr(config, each, None)), None)
+    tables = [each for key, each in model.named_modules() if key.endswith("position_embeddings")]
+    why = (
+        f"has {mixed}, by which tokens read others outside of attention"
+        if mixed
+        else "computes its output from one token of a sequence, or from all of them together"
+        if type(model).__name__.endswith(_POOLED)
+        else "counts the tokens that are no padding from its padding_idx on, which needs whole sequences"
+        if any(getattr(each, "padding_idx", None) is not None for each in tables)
+        else None
+    )
+    if why is not None:
+        raise ConfigError(f"{what} {why}. Shard it over dp and tp.")
 
 
 def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
@@ -76,21 +94,21 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     _wrap_registries()
     parameters = inspect.signature(type(model).forward).parameters.values()
     names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]  # a stage of a pipeline takes *args
+    counted = any(isinstance(each, nn.Embedding) and hasattr(each, "offset") for each in model.modules())  # OPT
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        stack = _stack()
-        if stack or active_in(module) is None:  # models nest: the outermost one begins
-            stack.append(stack[-1] if stack else None)
+        outer = _running.values()
+        if outer or active_in(module) is None:  # models nest: the outermost one begins
+            _running.enter(module, outer[-1] if outer else None)
             return None
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         if "use_cache" in names and kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False  # a cache is for generation, and masks of packed sequences are made without one only
-        stack.append(_begin(module, sequence, args, kwargs))
+        _running.enter(module, _begin(module, sequence, kwargs, counted))
         return args[len(names) :], kwargs
 
-    def after(*_: object) -> None:
-        if _stack():  # else `before` has raised
-            _stack().pop()
+    def after(module: nn.Module, *_: object) -> None:
+        _running.leave(module)
 
     handles: list[Any] = [
         model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True),
@@ -101,18 +119,14 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     return handles
 
 
-def _stack() -> list[_Forward | None]:
-    return _local.__dict__.setdefault("stack", [])
-
-
-def _begin(model: nn.Module, sequence: SequenceParallel, args: tuple, kwargs: dict) -> _Forward:
-    """Begin a model's forward: exchange what masks depend on (collective), and change `kwargs` to those of this rank's tokens.
-
-    args: the hidden states of a stage of a pipeline, in place of the tokens.
-    """
+def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict, counted: bool) -> _Forward:
+    """Begin a model's forward: exchange what masks depend on (collective). counted: the model counts positions without padding."""
     mask, positions, what = kwargs.get("attention_mask"), kwargs.get("position_ids"), f"sp: {type(model).__name__}"
-    if kwargs.get("past_key_values") is not None:
-        raise ConfigError(f"{what}: past_key_values: generation needs the whole model and sequence: zs.close(model) first.")
+    keep = kwargs.get("logits_to_keep")
+    if kwargs.get("past_key_values") is not None or isinstance(keep, Tensor) or keep:
+        raise ConfigError(
+            f"{what}: past_key_values and logits_to_keep: generation needs the whole model and sequence: zs.close(model) first."
+        )
     if positions is None:
         raise ConfigError(
             f"{what}: the batch has no position_ids, and a rank's tokens do not begin at position 0. Cut the batch along its tokens by "
@@ -123,22 +137,37 @@ def _begin(model: nn.Module, sequence: SequenceParallel, args: tuple, kwargs: di
         raise ConfigError(
             f"{what}: attention_mask: expected (batch, tokens), got {found}. Masks of each layer are made from it here."
         )
+    sequence.agree((positions if mask is None else mask).shape, "inputs")
     if mask is not None:
-        return _Forward(sequence, sequence.whole(mask.to(torch.uint8), f"{SP} all-gather padding").bool(), None)
+        padding = sequence.whole(mask.to(torch.uint8), f"{SP} all-gather padding").bool()
+        if counted and bool((padding[:, 1:] & ~padding[:, :-1]).any()):
+            raise ConfigError(f"{what} counts positions without padding, and there is padding before tokens: pad on the right.")
+        return _Forward(sequence, padding, None)
     if positions.ndim != 2:
         return _Forward(sequence, None, None)
     whole = sequence.whole(positions, f"{SP} all-gather positions")
-    if sequence.comm.imagined or bool((whole.diff(dim=-1) == 1).all()):
-        return _Forward(sequence, None, None)
-    tokens = next(each for each in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if each is not None)
-    # without a mask the model would find packed sequences in this rank's positions alone
-    kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=whole.device)
-    return _Forward(sequence, None, whole.expand(tokens.shape[0], -1))
+    return _Forward(sequence, None, None if sequence.comm.imagined else whole)
+
+
+def _of_whole_sequences(function: Callable) -> Callable:
+    """Wrap a function of masks whose argument `position_ids` shows packed sequences: it sees those of whole sequences."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        forward: _Forward | None = next(reversed(_running.values()), None)
+        if forward is None or forward.positions is None:
+            return function(*args, **kwargs)
+        given = inspect.signature(function).bind(*args, **kwargs)
+        given.arguments["position_ids"] = forward.positions.expand(len(given.arguments["position_ids"]), -1)
+        return function(*given.args, **given.kwargs)
+
+    wrapped._zeroshard = True  # type: ignore[attr-defined]
+    return wrapped
 
 
 def _mask(function: Callable, **kwargs: Any) -> Any:
     """Call a mask function of the registry: in a forward over an axis sp, for whole sequences."""
-    forward = _stack()[-1] if _stack() else None
+    forward: _Forward | None = next(reversed(_running.values()), None)
     if forward is None:
         return function(**kwargs)
     length = kwargs["q_length"]
@@ -149,14 +178,6 @@ def _mask(function: Callable, **kwargs: Any) -> Any:
         )
     whole, heads = length * forward.sequence.size, getattr(kwargs["config"], "num_attention_heads", None)
     kwargs |= {"q_length": whole, "kv_length": whole, "attention_mask": forward.padding}
-    if forward.positions is not None and "allow_is_bidirectional_skip" not in kwargs:  # as in one process: in causal masks only
-        from transformers import masking_utils
-
-        starts = forward.positions.diff(dim=-1, prepend=forward.positions[:, :1] - 1) != 1
-        kwargs["mask_function"] = masking_utils.packed_sequence_compatibility_function(
-            kwargs["mask_function"], forward.positions, starts.cumsum(-1)
-        )
-        kwargs["allow_is_causal_skip"] = False
     share = forward.sequence.share(heads if isinstance(heads, int) else forward.sequence.size)
     if share.groups == 1:
         return function(**kwargs)
@@ -265,11 +286,14 @@ def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _wrap_registries() -> None:
     """Wrap the functions of Transformers' registries that are not wrapped yet."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, masking_utils
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     with _LOCK:
+        for name in ("find_packed_sequence_indices", "packed_sequence_compatibility_function"):
+            if not hasattr(function := getattr(masking_utils, name), "_zeroshard"):
+                setattr(masking_utils, name, _of_whole_sequences(function))
         if _EAGER not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(_EAGER, _eager)
             AttentionMaskInterface.register(_EAGER, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
@@ -295,7 +319,7 @@ def _wrapped_attention(function: Callable, name: str) -> Callable:
 def _wrapped_mask(function: Callable) -> Callable:
     @functools.wraps(function)
     def mask(*args: Any, **kwargs: Any) -> Any:
-        return _mask(function, **kwargs) if not args and _stack() else function(*args, **kwargs)
+        return function(*args, **kwargs) if args else _mask(function, **kwargs)
 
     mask._zeroshard = True  # type: ignore[attr-defined]
     return mask

@@ -106,8 +106,8 @@ class Share(NamedTuple):
 class SequenceParallel:
     """The ranks along sp of this rank's place, which have the tokens of the same sequences, and a model's exchanges among them.
 
-    note: tells `zs.report` how attention is exchanged. calls: attentions so far. only_in_training: a model in evaluation mode
-    attends to this rank's tokens alone. Threads: as the Comm.
+    note: tells `zs.report` how attention is exchanged. calls: attentions so far. agreed: ranks have compared shapes in this forward.
+    only_in_training: a model in evaluation mode attends to this rank's tokens alone. Threads: as the Comm.
     """
 
     only_in_training = False
@@ -115,7 +115,7 @@ class SequenceParallel:
     def __init__(self, line: Line, note: Callable[[str], None]) -> None:
         self.line, self.comm, self.note = line, line.comm, note
         self.rank, self.size = line.comm.rank, line.comm.world_size
-        self.calls = 0
+        self.calls, self.agreed = 0, False
 
     def share(self, heads: int) -> Share:
         """Return what this rank computes of an attention of `heads` query heads."""
@@ -150,6 +150,16 @@ class SequenceParallel:
         with torch.no_grad():
             repeated = tensor.unsqueeze(0).expand(self.size, *tensor.shape)
             return self.swap([repeated], 0, repeated.ndim - 1, label).pop().squeeze(0)
+
+    def agree(self, shape: Sequence[int], what: str) -> None:
+        """Raise ConfigError, on all ranks, unless each has tensors of this shape (collective; once for each forward)."""
+        told = self.comm.exchange(str(tuple(shape)).encode(), f"{SP}: shapes")
+        if len(set(told)) > 1:
+            shapes = ", ".join(f"rank {rank}: {text.decode()}" for rank, text in zip(self.comm.ranks, told, strict=True))
+            raise ConfigError(
+                f"sp: ranks along sp have {what} of different shapes ({shapes}), and attention takes equally many tokens from each. Cut the "
+                "batch along its tokens by zs.shard_sequence(batch, model), which adds the missing ones."
+            )
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -217,6 +227,9 @@ class SequenceParallel:
         """Return F.scaled_dot_product_attention of whole sequences, for this rank's tokens: (B, H, S / n, D)."""
         if query.ndim != 4:
             raise ConfigError(f"sp: expected queries of shape (batch, heads, tokens, dim), got {tuple(query.shape)}.")
+        if not self.agreed:
+            self.agree(query.shape, "queries")
+            self.agreed = True
         heads, length, options["enable_gqa"] = query.shape[1], query.shape[2], True
         share = self.share(heads)
         query, key, value = self.to_heads(share, query, key, value)

@@ -55,6 +55,8 @@ def shard_sequence(batch: Mapping[str, Any] | Tensor, where: Where, *, shift_lab
     model that is not sharded.
     """
     rank, size, comm = _rank_along_sp(where)
+    if not isinstance(batch, (Tensor, Mapping)):
+        raise ConfigError(f"zs.shard_sequence: expected a mapping with input_ids, or a tensor, got {type(batch).__name__}.")
     entries: dict[str, Any] = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
     if comm is not None:
         check_same(entries, comm)
@@ -180,4 +182,6 @@ class SequenceLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # of an object that copy or pickle is making
+            raise AttributeError(name)
         return getattr(self.loader, name)

@@ -94,7 +94,7 @@ class DividedExperts(Joined, AlongAxis):
         """Return (T, H) for hidden (T, H), index (T, K), weights (T, K), however the class names these arguments."""
         bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
         hidden, index, weights = cast(list[Tensor], list(bound.values())[1:])
-        line, ranks, label = self.line, self.line.comm.world_size, f"experts {self.stands_for.__name__}"
+        line, ranks, label = self.line, self.line.comm.world_size, f"experts {self.place}"
         experts, order = index.flatten().sort(stable=True)  # stable: an expert sees its tokens in the order of the batch
         if self.capacity_factor is not None:
             order, experts = self._within_capacity(order, experts, len(hidden), index.shape[-1])
@@ -123,7 +123,10 @@ class DividedExperts(Joined, AlongAxis):
         if self.line.comm.imagined:
             base, more = divmod(len(experts), self.everywhere)
             return [base + (number < more) for number in range(self.everywhere)]
-        return torch.bincount(experts, minlength=self.everywhere).tolist()
+        counts: list[int] = torch.bincount(experts, minlength=self.everywhere).tolist()
+        if len(counts) > self.everywhere:
+            raise IndexError(f"experts {self.place}: a token chose expert {len(counts) - 1}, and there are {self.everywhere}.")
+        return counts
 
     def _within_capacity(self, order: Tensor, experts: Tensor, tokens: int, choices: int) -> tuple[Tensor, Tensor]:
         """Keep the first choices of each expert, in the order of the batch, as many as it has capacity for."""
@@ -222,8 +225,10 @@ def divisible(
     model: nn.Module, ranks: int, experts: Iterable[str] | None = None, capacity_factor: float | None = None
 ) -> dict[str, nn.Module]:
     """Return the modules of experts to divide over `ranks` ranks, by name. Raise ConfigError as `divide_experts`."""
-    if capacity_factor is not None and not capacity_factor > 0:
-        raise ConfigError(f"capacity_factor: expected a number above 0, or None (no token is dropped), got {capacity_factor!r}.")
+    if capacity_factor is not None and not (isinstance(capacity_factor, (int, float)) and 0 < capacity_factor < math.inf):
+        raise ConfigError(
+            f"capacity_factor: expected a finite number above 0, or None (no token is dropped), got {capacity_factor!r}."
+        )
     found = experts_of(model, experts)
     if not found:
         raise ConfigError(
@@ -232,6 +237,16 @@ def divisible(
         )
     for name, module in found.items():
         _check(module, name, ranks)
+    divided = {id(param) for module in found.values() for param in module.parameters()}
+    first: dict[int, str] = {}
+    for place, module in model.named_modules():
+        for key, param in torch_compat.own_parameters(module).items():
+            name = f"{place}.{key}"
+            if id(param) in divided and first.setdefault(id(param), name) != name:
+                raise ConfigError(
+                    f"{name} is {first[id(param)]}: a parameter of experts that two modules share can not be divided. Let both places call one "
+                    "module of experts, or leave the axis ep out of the mesh."
+                )
     return found
 
 

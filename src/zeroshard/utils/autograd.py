@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,39 @@ def ended(frame: FrameType) -> bool:
     except RuntimeError:  # still running
         return False
     return True
+
+
+class Running(threading.local):
+    """The forwards that run in a thread, as hooks enter and leave them, outermost first; each with a value of these hooks.
+
+    A forward that was interrupted is dropped: torch runs no forward hooks after KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[nn.Module, FrameType | None, Any]] = []
+
+    def values(self) -> list[Any]:
+        """Return the values of the forwards that run."""
+        while self._entries and (frame := self._entries[-1][1]) is not None and ended(frame):
+            self._entries.pop()
+        return [value for *_, value in self._entries]
+
+    def enter(self, module: nn.Module, value: Any) -> None:
+        """Note that the forward of a module begins; called by its pre-hook."""
+        self._entries.append((module, running_forward(), value))
+
+    def leave(self, module: nn.Module) -> list[Any]:
+        """Forget the innermost forward of a module, and those inside of it; return their values, the innermost one's first.
+
+        A forward whose earlier pre-hook raised was not entered: torch calls forward hooks then, too, and there is nothing to forget.
+        """
+        modules = [entered for entered, *_ in self._entries]
+        if module not in modules:
+            return []
+        first = len(modules) - 1 - modules[::-1].index(module)
+        values = [value for *_, value in reversed(self._entries[first:])]
+        del self._entries[first:]
+        return values
 
 
 def memory_of(tensor: Tensor) -> int | None:

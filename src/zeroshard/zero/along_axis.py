@@ -28,6 +28,14 @@ class Line:
         self._ledger, self._kind = runtime.tiers.ledger, f"all-to-all along {axis}"
         self._held = 0  # bytes of the Comm's memory in the ledger
 
+    def __deepcopy__(self, memo: object) -> Line:
+        """Return the same line: a copy of a closed model goes on to send along it."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        """Leave the line out of a pickle, which other processes may read."""
+        return type(None), ()
+
     def all_to_all(
         self, output: Tensor, input: Tensor, label: str, output_counts: Sequence[int] | None = None,
         input_counts: Sequence[int] | None = None,
@@ -43,9 +51,13 @@ class Line:
 
 
 class AlongAxis(nn.Module):
-    """Base class of modules whose forward sends activations along an axis. axis: its name."""
+    """Base class of modules whose forward sends activations along an axis.
+
+    axis: its name. place: the module's name in the model, known from zs.shard on.
+    """
 
     axis: str
+    place = ""
     _line: Line | None = None
 
     @property
@@ -60,8 +72,16 @@ class AlongAxis(nn.Module):
 
 
 def check_axes(model: nn.Module, lines: Mapping[str, Parts]) -> None:
-    """Raise ConfigError for a module that sends along an axis that the mesh does not have. lines: as for `connect`."""
+    """Raise ConfigError for a module that sends along an axis that the mesh does not have, or that PEFT adapts by its parameters.
+
+    lines: as for `connect`.
+    """
     for name, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), AlongAxis):
+            raise ConfigError(
+                f"{name} adapts parameters that are divided over the axis {module.base_layer.axis!r} (LoRA with target_parameters), and needs "
+                f"whole ones. Adapt other modules (target_modules), or leave {module.base_layer.axis!r} out of the mesh."
+            )
         if isinstance(module, AlongAxis) and module.axis not in lines:
             raise ConfigError(
                 f"{name} was divided over the axis {module.axis!r}, which the mesh given to zs.shard does not have: pass the whole mesh "
@@ -75,8 +95,8 @@ def connect(runtime: Runtime, lines: Mapping[str, Parts]) -> None:
     lines: by name of an axis, the ranks of each line of it.
     """
     opened: dict[str, Line] = {}
-    for module in runtime.model.modules():
+    for name, module in runtime.model.named_modules():
         if isinstance(module, AlongAxis):
             if module.axis not in opened:
                 opened[module.axis] = Line(runtime, module.axis, lines[module.axis])
-            module._line = opened[module.axis]
+            module._line, module.place = opened[module.axis], name

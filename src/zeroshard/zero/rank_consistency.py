@@ -27,15 +27,15 @@ _PER_RANK = {"path", "offload_path"}  # options that may differ: each rank may h
 
 def check_same_model(
     comm: Comm, model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None,
-    parts: list[list[int]] | None = None,
+    mesh: str = "",
 ) -> None:  # fmt: skip
     """Raise ModelMismatch on every rank if ranks differ, with each rank's version of the first difference (collective).
 
-    parts: groups of ranks of the mesh.
+    mesh: `Axes.layout`.
     """
     if comm.world_size == 1 or comm.imagined:
         return
-    described = _described(model, specs, config, optimizer, parts)
+    described = _described(model, specs, config, optimizer, mesh)
     digest = hashlib.sha256(repr(described).encode()).digest()  # 32 bytes; descriptions travel only where they differ
     if len(set(comm.exchange(digest, "zs.shard: compare models"))) == 1:
         return
@@ -56,7 +56,7 @@ def check_same_model(
 
 
 def _described(
-    model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None, parts: list[list[int]] | None
+    model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None, mesh: str
 ) -> dict[str, list[str]]:  # fmt: skip
     """Return all that must be the same on every rank as texts, by kind."""
     parameters, kinds, placed = [], ["no optimizer"], []
@@ -87,7 +87,7 @@ def _described(
         "buffer": [f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()],
         "optimizer option": kinds,
         "parameter group": placed,
-        "option": [*options, f"mesh={parts}"],
+        "option": [*options, f"mesh={mesh}"],
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +76,12 @@ class Axes:
         control = world.subgroup(self.places, apart=True)
         peers = world if self.stages is None or len(self.stages) < 2 else world.subgroup(self.stages, apart=True)
         return control, peers, world
+
+    @property
+    def layout(self) -> str:
+        """Return a text that is the same on ranks with the same mesh: the sizes of its axes, and a checksum of their ranks."""
+        sizes = {name: self.size(name) for name in self.lines}
+        return f"{sizes} (ranks {zlib.crc32(repr((self.lines, self.parts)).encode()):08x})"
 
     def size(self, name: str) -> int:
         """Return the number of ranks along an axis; 1 for one that the mesh has not."""
