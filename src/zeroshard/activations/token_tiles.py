@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigError
+from ..utils.torch_compat import faking
 from .cross_entropy import tiled_cross_entropy
 
 _IGNORED = -100
+TILES = ("mlp_tokens", "loss_tokens")  # arguments of zs.long_context
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> list[str]:
@@ -54,6 +56,12 @@ def untile(model: nn.Module) -> None:
         forward = module.__dict__.get("forward")
         if isinstance(forward, functools.partial) and forward.func in (_mlp_forward, _causal_forward):
             del module.__dict__["forward"]
+
+
+def computes_loss_in_tiles(module: nn.Module) -> bool:
+    """Return whether `tile_loss` has changed a module's forward."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func is _causal_forward
 
 
 def _is_causal_lm(module: Any) -> bool:
@@ -106,7 +114,7 @@ def _loss(
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
     with torch.no_grad():
-        if not torch.allclose(head(hidden[:, -1:]).float(), logits.float(), rtol=1e-2, atol=1e-3):
+        if not faking() and not torch.allclose(head(hidden[:, -1:]).float(), logits.float(), rtol=1e-2, atol=1e-3):
             raise ConfigError(
                 "loss_tokens: the model changes the logits of its head (a soft cap, a scale), which a loss in tiles would leave out: pass "
                 "loss_tokens=None."

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -33,6 +34,7 @@ _FLOPS = {  # flops of operators that torch's table lacks
         lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
 }  # fmt: skip
 _OVERWRITE = ("copy_", "zero_", "fill_", "normal_", "uniform_")  # these do not read the tensor that they write
+_DEVICE = torch.ops.prim.device.default
 _NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
@@ -68,6 +70,8 @@ class Operators(TorchDispatchMode):
         self.recorder.begin(trace)
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: tuple = (), kwargs: dict | None = None) -> object:
+        if func is _DEVICE and type(args[0]) is torch_compat.FakeTensor:  # most calls: every look at a fake tensor's device is one
+            return args[0].fake_device
         if any(issubclass(kind, self.subclasses) for kind in types):
             return NotImplemented  # the subclass unwraps itself first, and its operators on plain tensors come here
         check_dtypes(func, args)

@@ -108,6 +108,32 @@ def faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+class PlanMode(FakeTensorMode):
+    """FakeTensorMode that finds an operator's cached result sooner: a dry run calls a few operators a hundred thousand times.
+
+    A key has a strided tensor's sizes, dtype, device and flags as one tuple, of which torch derives the many fields of its own.
+    """
+
+    def _prep_args_for_hash(self, result: list[object], args: Any, state: Any, *rest: Any) -> None:
+        if type(args) is dict:
+            result.append(tuple(args))
+            args = args.values()
+        for arg in args:
+            kind = type(arg)
+            plain = isinstance(arg, FakeTensor) and arg.fake_mode is self and arg.constant is None and arg.layout is torch.strided
+            if plain and not (arg.is_quantized or arg.is_conj() or arg.is_neg()):
+                storage, offset = arg.untyped_storage().nbytes(), arg.storage_offset()
+                flags = arg.dtype, arg.fake_device, arg.requires_grad, arg.is_inference()
+                result.append((kind, arg.shape, arg.stride(), offset, storage, flags))
+            elif kind in (list, tuple):
+                result.append((kind, len(arg)))
+                self._prep_args_for_hash(result, arg, state, *rest)
+            elif kind in (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout):
+                result.append((kind, arg))
+            else:
+                super()._prep_args_for_hash(result, (arg,), state, *rest)
+
+
 def alone(tensor: torch.Tensor) -> bool:
     """Return whether no other tensor or array shares the memory of a tensor. False if torch cannot tell."""
     return references(tensor) == references(torch.empty(1, device="cpu")) != 0
