@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeroshard as zs
+from zeroshard.activations.token_tiles import TILES
 from zeroshard.planner.models import GPT, GPTConfig
 
 LAYERS, HEADS, DIM, TOKENS, ROWS = 2, 4, 64, 128, 2
@@ -36,6 +37,33 @@ def test_activations_and_bytes_of_a_plan(name, size):
     kept = [sum(nbytes for unit, nbytes in plan.activations.items() if unit) for plan in (one, many)]
     assert 0.95 / size <= kept[1] / kept[0] < 1.6 / size  # the exchanged output of attention, and repeated keys and values
     assert f"dp=2, sp={size}" in str(many) and "all-to-all" in many.table()
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 1, "sp": 2}], ids=str)
+def test_attention_of_transformers_is_planned_without_a_mask(axes):
+    """One of tokens x tokens would be made for packed sequences, of which fake tensors can not tell whether there are any."""
+    plans = [zs.plan(MODELS["llama"][0], axes=axes, batch=(1, tokens), stage=3) for tokens in (256, 1024)]
+    kept = [sum(plan.activations.values()) for plan in plans]
+    assert kept[1] / kept[0] < 4.5
+    works = [task.attention for task in plans[1].trace.tasks if task.attention is not None]
+    assert works and all(work.causal for work in works)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 1, "sp": 2}], ids=str)
+def test_tiles_hold_less_and_compute_again_what_long_context_does(axes):
+    make, tokens, tile = MODELS["llama"][0], 1024, 64
+    options = {"axes": axes, "batch": (1, tokens), "stage": 3, "checkpointing": True}
+    whole, tiled = (zs.plan(make, **options, tiles=each) for each in ({}, dict.fromkeys(TILES, tile)))
+    own = tokens // axes.get("sp", 1)
+    assert (
+        tiled.trace.flops - whole.trace.flops == 2 * own * (LAYERS * 3 * DIM * LLAMA.intermediate_size + DIM * 64) + 2 * DIM * 64
+    )
+    assert tiled.peak("device", "backward") < 0.8 * whole.peak("device", "backward")
+    assert tiled.sent == whole.sent
+    with pytest.raises(zs.ConfigError, match="tiles: expected whole numbers.*'tokens'"):
+        zs.plan(make, **options, tiles={"tokens": 8})
+    with pytest.raises(zs.ConfigError, match="tiles: mlp_tokens are of zs.long_context, for axes dp and sp"):
+        zs.plan(make, **(options | {"axes": {"tp": 2}}), tiles={"mlp_tokens": 8})
 
 
 def test_what_does_not_go_with_sp_is_refused():

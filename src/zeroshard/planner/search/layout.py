@@ -8,6 +8,7 @@ Volumes are those of the runtime's Comms (docs/learn/network.md tells their sums
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,20 @@ _PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value; in addition e
 _STEP_NBYTES = 4 / 256
 
 # the fields that determine a layout's Comms
-_ROUTES = (DP, TP, EP, SP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops")
+_ROUTES = (
+    DP,
+    TP,
+    EP,
+    SP,
+    "stage",
+    "separate",
+    "node_size",
+    "shard_size",
+    "hpz",
+    "quantized_weights",
+    "quantized_gradients",
+    "hops",
+)
 
 Bytes = dict[Resource, float]
 Hop = tuple[Bytes, int]  # what a rank sends in one collective, and the ranks that meet in it
@@ -111,7 +125,7 @@ class Layout:
         if (self.ep > 1) + (self.sp > 1) + (self.pp * self.tp > 1) > 1:
             raise ConfigError(f"layouts have an axis ep or sp only beside dp, got {self.mesh}: plan this mesh without --auto.")
         for size, name in ((self.shard_size, "shard_size"), (self.hpz, "hpz")):
-            if size is not None and (self.data % size or self.dp % size and self.ep > 1):
+            if size is not None and (self.data % size or (self.dp % size and self.ep > 1)):
                 raise ConfigError(f"{name}: expected a divisor of the {self.data} ranks of data parallelism, got {size}.")
 
     @property
@@ -227,7 +241,8 @@ class Layout:
         words += [f"{what} in {codec}" for what, codec in packed.items() if codec]
         words += [f"optimizer states in {self.optimizer_states}"] * (self.state_format is not None)
         words += ["masters split" if self.master_weights else "no masters"] * (self.master_weights is not True)
-        words.append(f"{self.micro_batches} x {self.micro_batch} sequences a rank{' of sp' * (self.sp > 1)}")
+        shared = f"shared by {self.sp} ranks" if self.sp > 1 else "a rank"
+        words.append(f"{self.micro_batches} x {self.micro_batch} sequences {shared}")
         return ", ".join(words) + _CHECKPOINT_WORDS[self.checkpointing]
 
 

@@ -218,7 +218,9 @@ class _Computation:
         self._exchange("backward", unit, times)
         own = self.profile.seq // lay.sp
         if unit.mlp[1] and lay.mlp_tokens is not None and lay.mlp_tokens < own:  # tiles are computed again
-            self.parts.append((Task("tiles again", "backward", {}, flops=2 * unit.mlp[1] * self.tokens, dtype=lay.precision), times))
+            self.parts.append(
+                (Task("tiles again", "backward", {}, flops=2 * unit.mlp[1] * self.tokens, dtype=lay.precision), times)
+            )
         if unit.logits and lay.loss_tokens is not None and lay.loss_tokens < own:
             self.parts.append((self._task("forward again", unit, 1.0), times))
         if not unit.block or lay.checkpointing == "none":

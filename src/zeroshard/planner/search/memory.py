@@ -33,7 +33,9 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     )  # fmt: skip
     held = {tier: dict(found) for tier, found in _states_of(profile, few, stage).items()}
     profile, tokens = profile.over(layout.ep), layout.micro_batch * profile.seq // layout.sp
-    tiles = tuple(min(1.0, each * layout.micro_batch / tokens) if each else 1.0 for each in (layout.mlp_tokens, layout.loss_tokens))
+    tiles = tuple(
+        min(1.0, each * layout.micro_batch / tokens) if each else 1.0 for each in (layout.mlp_tokens, layout.loss_tokens)
+    )
     (device, host), working = activations(
         profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing, layout.sp, tiles
     )  # fmt: skip

@@ -42,9 +42,9 @@ def layout_of(request: Request) -> Layout:
         name: getattr(getattr(config, f"zero_{name}"), "codec", None) for name in ("quantized_weights", "quantized_gradients")
     }
     packed = {name: codec if codec in ("int8", "int4", "fp8") else None for name, codec in packed.items()}
-    axes: dict[str, Any] = dict(request.axes)
+    sizes: dict[str, Any] = {**request.axes, **request.tiles}
     return Layout(
-        **axes, **request.tiles, stage=config.stage, optimizer=config.offload_optimizer.tier, gradient=config.offload_gradient.tier,
+        **sizes, stage=config.stage, optimizer=config.offload_optimizer.tier, gradient=config.offload_gradient.tier,
         parameter=config.offload_param.tier, micro_batch=request.rows, micro_batches=request.micro_batches, checkpointing=checkpointing,
         precision=config.precision, shard_size=config.shard_size, hpz=config.zero_hpz_partition_size, node_size=request.ranks_of_node,
         hops="one" if config.hierarchical is False else "two", prefetch_nbytes=config.prefetch_limit_nbytes, max_unit_numel=config.max_unit_numel,
@@ -65,12 +65,12 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
         profile = Profile.of_shape(replace(shape, seq_len=request.seq), source.name)
         return replace(profile, heads=math.gcd(shape.heads, shape.vocab_size))
     alone = request.axes[DP] == request.ranks > 1
-    if plans and alone and not request.checkpointing and not _OTHER_UNITS & set(request.options):
+    if plans and alone and not request.checkpointing and not request.tiles and not _OTHER_UNITS & set(request.options):
         whole, known = request, plans[0]
     else:
         ranks = max(request.ranks_of_node, 2)  # one node, so that a unit is gathered in one hop
         whole = replace(
-            request, axes=planned_sizes({DP: ranks}), node_size=ranks, rows=1, micro_batches=1, checkpointing=False, parallel={},
+            request, axes=planned_sizes({DP: ranks}), node_size=ranks, rows=1, micro_batches=1, checkpointing=False, parallel={}, tiles={},
             options={"stage": 3, "precision": request.config.precision},
         )  # fmt: skip
         known = whole.plan()
@@ -95,7 +95,7 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
 
 def _with_parts(profile: Profile, model: nn.Module, source: ModelSource) -> Profile:
     """Return a profile that knows what ep, sp and tiles of tokens divide, by the modules of a model of Transformers."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
     if text is None:
         return profile

@@ -184,7 +184,11 @@ def _layouts(
             continue
         for pp, ep, sp in _axes_beside(profile, devices // tp, tp, node_size, fixed):
             readers = devices // tp // pp // sp
-            if pp > len(profile.blocks) or global_batch % readers or (pp > 1 and (checkpoints == ("none",) or precision == "fp16")):
+            if (
+                pp > len(profile.blocks)
+                or global_batch % readers
+                or (pp > 1 and (checkpoints == ("none",) or precision == "fp16"))
+            ):
                 continue
             rows = global_batch // readers
             for micro_batch in _divisors(rows):
@@ -220,6 +224,7 @@ def _variants(
     if any(name in common and common[name] != value for name, value in fixed.items()):
         return
     dp, inside = common[DP] * common[EP] * common[SP], max(common["node_size"] // common[TP], 1)
+    grouped = common[DP] if common[EP] > 1 else dp  # groups are of ranks with the same experts, too
     several = dp > inside and dp % inside == 0 and inside > 1
     for stage, tiers in CHOICES:
         plain = all(tier is Tier.DEVICE for tier in tiers)
@@ -240,9 +245,7 @@ def _variants(
             refused = given.get("hpz", 1) > 1 and (given.get("shard_size") is not None or given.get("hops") == "one")
             # split masters are the parameters, which packing would round
             refused = refused or (given.get("master_weights") == "split" and stage < 3 and "quantized_weights" in given)
-            refused = refused or bool(dp % given.get("hpz", 1) or dp % (given.get("shard_size") or 1))
-            grouped = given.get("hpz", 1) > 1 or given.get("shard_size") is not None  # of ranks with the same experts, too
-            refused = refused or (grouped and common[EP] > 1 and bool(common[DP] % max(given.get("hpz", 1), given.get("shard_size") or 1)))
+            refused = refused or bool(grouped % given.get("hpz", 1) or grouped % (given.get("shard_size") or 1))
             if not refused and all(given[name] == value for name, value in (common | states).items()):
                 yield Layout(**given)
 
