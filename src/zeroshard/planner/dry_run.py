@@ -375,8 +375,10 @@ class _Run:
         mesh = {DP: self.axes[DP], SP: self.axes[SP]} if SP in self.axes else None
         if mesh is not None and self.loss is not None:
             raise ConfigError("loss: with an axis sp the model must map tokens to logits: leave loss out.")
-        if "mlp_tokens" in self.tiles:
-            tile_mlps(self.model, self.tiles["mlp_tokens"])
+        if "mlp_tokens" in self.tiles and not tile_mlps(self.model, self.tiles["mlp_tokens"]):
+            raise ConfigError(
+                f"mlp_tokens: {type(self.model).__name__} has no module whose class is called ...MLP: leave it out."
+            )
         if "loss_tokens" in self.tiles:
             tile_loss(self.model, self.tiles["loss_tokens"])
         model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm, mesh=mesh)

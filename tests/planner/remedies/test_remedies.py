@@ -194,7 +194,7 @@ def test_tokens_over_sp_and_tiles_are_offered_where_activations_are_short_and_fi
     found = remedies(asked, plans, seconds=math.inf)
     check(asked, found)
     assert any("sp=2" in words for words in said(found)), said(found)
-    wide = replace(asked, source=replace(asked.source, hidden=32, config=None))
+    wide = replace(asked, source=replace(asked.source, hidden=32, context=1024))
     assert "--mlp-tokens 32 --loss-tokens 32" in offered(wide)
     assert not any("sp=" in words for words in offered(replace(asked, seq=127)))  # sp divides the tokens
 

@@ -78,7 +78,7 @@ def _tokens(request: Request) -> Iterator[Request]:
 def _tiles(request: Request) -> Iterator[Request]:
     """Yield MLPs, and the loss of a model of Transformers, in tiles of as many tokens as the model is wide (arXiv 2506.13996)."""
     source, own = request.source, request.seq // request.axes.get(SP, 1)
-    names = TILES if source.config is None else TILES[:1]
+    names = TILES if source.context is not None else TILES[:1]  # others may not be models of Transformers
     tiles = {name: source.hidden for name in names if source.hidden and name not in request.tiles}
     if tiles and source.hidden and source.hidden < own and not cuts_model(request.axes) and source.example is None:
         yield replace(request, tiles={**request.tiles, **tiles})

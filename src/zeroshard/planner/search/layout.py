@@ -36,19 +36,8 @@ _STEP_NBYTES = 4 / 256
 
 # the fields that determine a layout's Comms
 _ROUTES = (
-    DP,
-    TP,
-    EP,
-    SP,
-    "stage",
-    "separate",
-    "node_size",
-    "shard_size",
-    "hpz",
-    "quantized_weights",
-    "quantized_gradients",
-    "hops",
-)
+    DP, TP, EP, SP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops",
+)  # fmt: skip
 
 Bytes = dict[Resource, float]
 Hop = tuple[Bytes, int]  # what a rank sends in one collective, and the ranks that meet in it
@@ -56,7 +45,8 @@ Hop = tuple[Bytes, int]  # what a rank sends in one collective, and the ranks th
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to spread a step. dp, pp, tp, ep, sp: ranks along each axis; ep or sp only beside dp. stage: of ZeRO. optimizer, gradient, parameter: where they rest.
+    """A way to spread a step. dp, pp, tp, ep, sp: ranks along each axis; ep or sp only beside dp. stage: of ZeRO. optimizer, gradient,
+    parameter: where they rest.
 
     micro_batch: sequences of one forward of one rank. micro_batches: their number in a step. hold: run all but the last under
         zs.accumulate, as zs.parallelize does; else each is reduced.

@@ -168,8 +168,8 @@ def _alike(profile: Profile, pp: int, stage: int, ep: int) -> tuple[dict[UnitPro
 class Sizes:
     """The elements and bytes of a home that travel, on one rank of a layout.
 
-    ranks: over which it is sharded. shards: elements of the shard of each flat buffer; own: of all. numel: of the whole buffers, with their padding. states: bytes of
-    the shards' masters and optimizer states. gather, again, reduce: what is sent, hop after hop, by the first gather of a step, by
+    ranks: over which it is sharded. shards: elements of the shard of each flat buffer; own: of all. numel: of the whole buffers,
+    with their padding. states: bytes of the shards' masters and optimizer states. gather, again, reduce: what is sent, hop after hop, by the first gather of a step, by
     later ones, and to reduce. packs_weights, packs_gradients: whether values are packed before; weight, gradient: bytes of an
     element then.
     """

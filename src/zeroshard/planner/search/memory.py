@@ -27,6 +27,7 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     without the allocator's holes and what the model's formulas leave out (buffers, masks). The context of the device is
     `Hardware.overhead_nbytes`.
     """
+    profile.check(layout.ep, layout.sp)
     # all that the states do not depend on is left out, so that the layouts of a search share them
     few = replace(
         layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none", mlp_tokens=None, loss_tokens=None

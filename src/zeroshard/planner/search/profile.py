@@ -3,8 +3,9 @@
     tokens -> embedding -> position -> block 1 -> ... -> block L -> norm -> head -> loss       forward; backward is the reverse
 
 A unit's parameters are two lists of numbers of elements: those that tensor parallelism divides (*cut*), and those that all of its
-ranks hold (*whole*); those of them that an axis ep divides are also in a third (*experts*). Other numbers are per token and of the whole model: a rank of tp has the cut part divided by tp, and all of
-the whole part. A unit's *home* is the one whose flat buffers hold its parameters: a norm's the root, a tied head's the embedding.
+ranks hold (*whole*); those of them that an axis ep divides are also in a third (*experts*). Other numbers are per token and of the
+whole model: a rank of tp has the cut part divided by tp, and all of the whole part. A unit's *home* is the one whose flat buffers
+hold its parameters: a norm's the root, a tied head's the embedding.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...config import Tier
 from ...errors import ConfigError
 from ...tensor.flat_layout import ALIGNMENT, round_up
 from ...tensor.state_codecs import coded_column
-from ...utils.axes import TP, cuts_model
+from ...utils.axes import EP, SP, TP, cuts_model
 from ...utils.state_format import StateFormat
 from ...zero.auto_wrap import LARGE_FRACTION, ROOT
 from ..models.gpt import NGRAM_LENGTHS, GPTConfig
@@ -243,6 +244,15 @@ class Profile:
     @functools.cached_property
     def blocks(self) -> tuple[UnitProfile, ...]:
         return tuple(unit for unit in self.units if unit.block)
+
+    def check(self, ep: int, sp: int) -> None:
+        """Raise ConfigError if ep or sp ranks do not divide what they share."""
+        for axis, size, counts in ((EP, ep, (self.experts,)), (SP, sp, (self.sp_heads[0], self.seq))):
+            if size > 1 and any(count % size or not count for count in counts):
+                what = "experts" if axis == EP else "query heads and the tokens of a sequence"
+                raise ConfigError(
+                    f"{axis}={size}: expected a divisor of {math.gcd(*counts)}, over which the {what} of {self.name} are divided."
+                )
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # a profile lives as long as a search
     def over(self, ep: int) -> Profile:

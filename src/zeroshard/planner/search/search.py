@@ -154,12 +154,7 @@ def _check(
             f"the nearest: tp={near}."
         )
     Layout(**{axis: fixed.get(axis, 1) for axis in (PP, TP, EP, SP)})  # raises ConfigError for axes that do not go together
-    for axis, counts in ((EP, (profile.experts,)), (SP, (profile.sp_heads[0], profile.seq))):
-        if (size := fixed.get(axis, 1)) > 1 and any(count % size or not count for count in counts):
-            what = "experts" if axis == EP else "query heads and the tokens of a sequence"
-            raise ConfigError(
-                f"{axis}={size}: expected a divisor of {math.gcd(*counts)}, over which the {what} of {profile.name} are divided."
-            )
+    profile.check(fixed.get(EP, 1), fixed.get(SP, 1))
     if fixed.get(PP, 1) > 1 and precision == "fp16":  # parallel/pipeline.py
         raise ConfigError(
             f"{PP}={fixed[PP]} with fp16: each stage would have a loss scale of its own. Use bf16, or leave out {PP}."
