@@ -54,8 +54,10 @@ class Request:
     def notes(self) -> tuple[str, ...]:
         """Assumptions of the request's plans."""
         context = self.source.context
-        longer = context is not None and self.seq > context
-        return self.source.notes + longer * (
+        if context is None or self.seq <= context:
+            return self.source.notes
+        return (
+            *self.source.notes,
             f"{self.source.name} is published for {context:,} tokens: longer sequences need positions scaled in its configuration, "
             "which costs no memory.",
         )

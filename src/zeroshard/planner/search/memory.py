@@ -28,12 +28,12 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     `Hardware.overhead_nbytes`.
     """
     profile.check(layout.ep, layout.sp)
+    profile, tokens = profile.over(layout.ep), layout.micro_batch * profile.seq // layout.sp
     # all that the states do not depend on is left out, so that the layouts of a search share them
     few = replace(
         layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none", mlp_tokens=None, loss_tokens=None
     )  # fmt: skip
     held = {tier: dict(found) for tier, found in _states_of(profile, few, stage).items()}
-    profile, tokens = profile.over(layout.ep), layout.micro_batch * profile.seq // layout.sp
     tiles = tuple(
         min(1.0, each * layout.micro_batch / tokens) if each else 1.0 for each in (layout.mlp_tokens, layout.loss_tokens)
     )
