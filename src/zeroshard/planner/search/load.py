@@ -26,6 +26,7 @@ from ..simulator.trace import AttentionWork, Resource, Task, Trace
 from .layout import Bytes, Hop, Layout, comms_of, exchange, packed_nbytes
 from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 
+_SWAP_KERNELS = 18  # of the two all-to-alls of an attention along sp, which copy each tensor twice, counted by dry runs
 _BACKWARD_KERNELS = 3  # times the kernels of a forward, counted by dry runs of a GPT
 # times the flops of a forward: five products of scores, not two (FlashAttention-2, arXiv 2307.08691, section 4.1)
 _ATTENTION_BACKWARD = 2.5
@@ -216,13 +217,7 @@ class _Computation:
         self._sum("backward", unit, times, unit.tp_reduces if unit.block else int(head))
         self._exchange("forward", unit, times)
         self._exchange("backward", unit, times)
-        own = self.profile.seq // lay.sp
-        if unit.mlp[1] and lay.mlp_tokens is not None and lay.mlp_tokens < own:  # tiles are computed again
-            self.parts.append(
-                (Task("tiles again", "backward", {}, flops=2 * unit.mlp[1] * self.tokens, dtype=lay.precision), times)
-            )
-        if unit.logits and lay.loss_tokens is not None and lay.loss_tokens < own:
-            self.parts.append((self._task("forward again", unit, 1.0), times))
+        self._tiles(unit, times)
         if not unit.block or lay.checkpointing == "none":
             return
         last = unit.last_flops if lay.stops_early else 0.0
@@ -266,6 +261,17 @@ class _Computation:
         messages = 3 if told else reduces
         self.parts.append((Task("sum", phase, self._nbytes(lay.tp, sent), axis=TP, peers=lay.tp, messages=messages), times))
 
+    def _tiles(self, unit: UnitProfile, times: int) -> None:
+        """Add what backward computes again of MLPs, and of logits, that are computed in tiles of tokens."""
+        lay, own = self.layout, self.profile.seq // self.layout.sp
+        mlp, loss = (min(each or own, own) for each in (lay.mlp_tokens, lay.loss_tokens))
+        if unit.mlp[1] and mlp < own:  # a tile skips its last map, or the repeated forward of a block the last tile
+            skipped = unit.last_flops if lay.checkpointing == "none" else 2 * unit.mlp[1] * mlp / own
+            flops = (2 * unit.mlp[1] - skipped * lay.stops_early) * self.tokens
+            self.parts.append((Task("tiles again", "backward", {}, flops=flops, dtype=lay.precision), times))
+        if unit.logits and loss < own:
+            self.parts.append((self._task("forward again", unit, 1.0), times))
+
     def _exchange(self, phase: str, unit: UnitProfile, times: int) -> None:
         """Add the two all-to-alls of a forward, or of a backward: tokens to experts, or to heads, and back."""
         lay = self.layout
@@ -274,6 +280,8 @@ class _Computation:
             if size > 1 and elements:
                 sent = self._nbytes(size, elements * self.tokens * lay.itemsize * (size - 1) / size)
                 self.parts.append((Task("exchange", phase, sent, axis=axis, peers=size, messages=2, distinct=True), times))
+                copies = Task("copies", phase, {Resource.DEVICE: 0.0}, kernels=_SWAP_KERNELS * (axis == SP), dtype=lay.precision)
+                self.parts.append((copies, times))
 
     def _nbytes(self, size: int, sent: float) -> Bytes:
         """Return by link the bytes `sent` to all ranks along an axis of neighbours: inside the node, and between nodes."""
