@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, did_you_mean
-from .utils.axes import PLANNED
+from .utils.axes import EP, PLANNED, SP
 from .utils.compression import CODECS, GRADIENT_CODECS, Compression
 from .utils.option_kinds import (
     BOOL,
@@ -243,8 +243,8 @@ def read_layout(path: str | os.PathLike) -> dict[str, Any]:
             "DeepSpeed is for zeroshard.deepspeed.initialize(config=...)."
         )
     mesh = section["mesh"] if isinstance(section["mesh"], dict) else {}
-    if unknown := [axis for axis in mesh if axis not in PLANNED]:
-        raise ConfigError(f"config: {path}: mesh: expected ranks along pp, dp and tp, got {unknown[0]!r}.")
+    if unknown := [axis for axis in mesh if axis not in (*PLANNED, EP, SP)]:
+        raise ConfigError(f"config: {path}: mesh: expected ranks along pp, dp, ep, tp and sp, got {unknown[0]!r}.")
     counts = {f"mesh: {axis}": size for axis, size in mesh.items()}
     counts |= {"mesh: dp": mesh.get("dp")} | {key: section[key] for key in _LAYOUT_KEYS[2:]}
     counts |= {key: section[key] for key in ("seq", "node_size") if key in section}

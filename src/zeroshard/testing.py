@@ -41,7 +41,7 @@ from .comm.shared_memory import SharedComm
 from .comm.transport import ThreadTransport, ThreadWorld
 from .errors import ConfigError, PeerFailed
 from .utils import torch_compat
-from .utils.torch_compat import FakeTensorMode, give_threads_their_own_parametrizations
+from .utils.torch_compat import PlanMode, give_threads_their_own_parametrizations
 
 Result = TypeVar("Result")
 
@@ -101,7 +101,7 @@ def imagined_mesh(axes: dict[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=rank, world_size=math.prod(axes.values()), store=torch_compat.FakeStore())
     try:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with PlanMode(allow_non_fake_inputs=True):
             yield mesh
     finally:
         dist.destroy_process_group()

@@ -278,8 +278,14 @@ def test_a_mistake_is_one_line_with_the_nearest_choice(command, arguments, words
             ["batch of 6 sequences", "the nearest: 4 or 8"],
         ),
         (["plan", "quickstart", "--auto", "--config", "layout.json"], ["--config is now --write-config"]),
-        (["plan", "quickstart", "--mesh", "sp=2", "--auto"], ["--mesh", "no sp with --auto"]),
-        (["simulate", "quickstart", "--mesh", "sp=2", "--sweep", "ranks=4"], ["--mesh", "no sp with --auto or --sweep"]),
+        (["plan", "quickstart", "--mesh", "sp=8", "--auto"], ["sp=8", "a divisor of 4"]),
+        (
+            ["plan", "quickstart", "--auto", "--mlp-tokens", "8", "--write-config", "layout.json"],
+            ["--mlp-tokens", "zs.long_context"],
+        ),
+        (["plan", "quickstart", "--loss-tokens", "8"], ["loss_tokens", "no language model of Transformers"]),
+        (["plan", "quickstart", "--mesh", "tp=2", "--mlp-tokens", "8"], ["mlp_tokens", "axes dp and sp"]),
+        (["simulate", "quickstart", "--mesh", "sp=2", "--sweep", "ranks=3"], ["multiples of pp x tp x sp = 2", "the nearest: 2"]),
         (["simulate", "quickstart", "--sweep", "batch=2"], ["--sweep", "batch is now micro-batch"]),
         (["simulate", "quickstart", "--sweep", "rank=2"], ["--sweep", "did you mean ranks?"]),
         (["simulate", "quickstart", "--sweep", "ranks=2,x"], ["--sweep", "positive numbers", "'2,x'"]),
@@ -304,6 +310,15 @@ def test_nothing_is_written_where_the_hardware_lacks_a_number(capsys, tmp_path):
     for command in ("plan", "simulate"):
         assert main([command, *SMALL, "--hardware", str(tmp_path / "old.toml"), "--out", str(tmp_path / "plan")]) == 2
         assert "no peak_flops for 'bf16'" in capsys.readouterr().err and not (tmp_path / "plan").exists()
+
+
+def test_a_sweep_varies_axes(capsys):
+    _, printed = run(capsys, "simulate", "quickstart", "--seq", "64", "--sweep", "ranks=4,8;sp=1,2;tp=1", "--json")
+    rows = json.loads(printed)["rows"]
+    assert [(row["mesh"], row["ranks"]) for row in rows] == [(f"sp={sp},tp=1", ranks) for sp in (1, 2) for ranks in (4, 8)]
+    assert rows[0]["tokens_per_s"] != rows[2]["tokens_per_s"]
+    _, printed = run(capsys, "simulate", "quickstart", "--seq", "64", "--sweep", "ranks=4;sp=1,2")
+    assert "sp=2" in printed
 
 
 def test_a_folder_that_can_not_be_made_is_a_sentence(capsys):

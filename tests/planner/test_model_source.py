@@ -34,10 +34,17 @@ def numel(source):
     [
         ("gpt2-xl", 1.558), ("gpt-60b", 60.1), ("gpt-1t", 1008), ("turing-nlg", 17.179), ("bloom", 176.247), ("llama-2-13b", 13.016),
         ("llama-3-8b", 8.030), ("llama-3-405b", 405.853), ("mixtral-8x7b", 46.703), ("mixtral-8x22b", 140.621),
+        ("deepseek-v3", 671.026),
     ],
 )  # fmt: skip
 def test_a_preset_has_the_published_number_of_parameters(name, billions):
     assert numel(source_of(name)) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_a_sequence_may_be_longer_than_published_where_positions_are_computed():
+    asked = Request(source_of("llama-3-8b"), Hardware.named("cpu"), {"pp": 1, "dp": 1, "tp": 1}, rows=1, seq=1 << 20)
+    assert asked.source.max_seq is None and "is published for 131,072 tokens" in asked.notes[-1]
+    assert replace(asked, seq=8192).notes == ()
 
 
 def test_sizes_in_names_of_presets_are_those_of_their_models():

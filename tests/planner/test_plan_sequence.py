@@ -8,11 +8,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeroshard as zs
+from zeroshard.activations.token_tiles import TILES
 from zeroshard.planner.models import GPT, GPTConfig
 
-LAYERS, HEADS, DIM, TOKENS, ROWS = 2, 4, 64, 128, 2
+LAYERS, HEADS, DIM, TOKENS, ROWS, VOCAB = 2, 4, 64, 128, 2, 64
 LLAMA = LlamaConfig(
-    vocab_size=64,
+    use_cache=False,
+    vocab_size=VOCAB,
     hidden_size=DIM,
     intermediate_size=96,
     num_hidden_layers=LAYERS,
@@ -56,6 +58,33 @@ def test_beside_tp_and_pp_a_rank_exchanges_the_heads_and_layers_that_it_has(name
     assert found.tokens == tokens
     hidden = ROWS * TOKENS // 2 * DIM * 4  # bytes between stages, for each micro-batch
     assert pp == 1 or found.sent["pp"] == 2 * hidden
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 1, "sp": 2}], ids=str)
+def test_attention_of_transformers_is_planned_without_a_mask(axes):
+    """One of tokens x tokens would be made for packed sequences, of which fake tensors can not tell whether there are any."""
+    plans = [zs.plan(MODELS["llama"][0], axes=axes, batch=(1, tokens), stage=3) for tokens in (256, 1024)]
+    kept = [sum(plan.activations.values()) for plan in plans]
+    assert kept[1] / kept[0] < 4.5
+    works = [task.attention for task in plans[1].trace.tasks if task.attention is not None]
+    assert works and all(work.causal for work in works)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 1, "sp": 2}], ids=str)
+def test_tiles_hold_less_and_compute_again_what_long_context_does(axes):
+    make, tokens, tile = MODELS["llama"][0], 1024, 64
+    options = {"axes": axes, "batch": (1, tokens), "stage": 3, "checkpointing": True}
+    whole, tiled = (zs.plan(make, **options, tiles=each) for each in ({}, dict.fromkeys(TILES, tile)))
+    own = tokens // axes.get("sp", 1)
+    # the block's repeated forward ends before the last tile of its MLP; the logits of the last token are those that are returned
+    again = LAYERS * 3 * DIM * LLAMA.intermediate_size * (own - tile) + own * DIM * VOCAB
+    assert tiled.trace.flops - whole.trace.flops == 2 * (again + DIM * VOCAB)
+    assert tiled.peak("device", "backward") < 0.8 * whole.peak("device", "backward")
+    assert tiled.sent == whole.sent
+    with pytest.raises(zs.ConfigError, match="tiles: expected whole numbers.*'tokens'"):
+        zs.plan(make, **options, tiles={"tokens": 8})
+    with pytest.raises(zs.ConfigError, match="tiles: mlp_tokens are of zs.long_context, for axes dp and sp"):
+        zs.plan(make, **(options | {"axes": {"tp": 2}}), tiles={"mlp_tokens": 8})
 
 
 def test_what_does_not_go_with_sp_is_refused():

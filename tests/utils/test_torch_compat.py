@@ -8,7 +8,9 @@ import private_names
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.utils import torch_compat
 
 PATH = Path(torch_compat.__file__)
@@ -165,3 +167,42 @@ def test_groups():
         torch_compat.set_timeout(datetime.timedelta(seconds=5), torch.distributed.group.WORLD)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def operators_of_two_steps(mode):
+    """The operators of two steps of a GPT, with all that is known of the tensors that they return and which memory these share."""
+    seen, kept = [], {}
+
+    class Log(torch_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for each in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(each, torch.Tensor):
+                    storage = each.untyped_storage()
+                    memory = kept.setdefault(torch_compat.storage_id(storage), (len(kept), storage))[0]
+                    facts = (
+                        each.shape,
+                        each.stride(),
+                        each.storage_offset(),
+                        each.dtype,
+                        each.device,
+                        each.requires_grad,
+                        storage.nbytes(),
+                    )
+                    seen.append((str(func), memory, *facts))
+            return result
+
+    with mode(), Log():
+        model = GPT(GPTConfig(vocab_size=64, seq_len=16, dim=32, layers=2, heads=2, bias=True))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for _ in range(2):
+            tokens = torch.zeros(2, 16, dtype=torch.long)
+            checkpoint(model, tokens, tokens, use_reentrant=False).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+def test_fake_tensors_of_a_dry_run_are_torchs():
+    found, wanted = (operators_of_two_steps(mode) for mode in (torch_compat.PlanMode, torch_compat.FakeTensorMode))
+    assert len(found) > 500 and found == wanted

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigError
+from ..utils.torch_compat import faking
 from .cross_entropy import tiled_cross_entropy
 
 _IGNORED = -100
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+TILES = ("mlp_tokens", "loss_tokens")  # arguments of zs.long_context
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> list[str]:
@@ -58,6 +60,12 @@ def untile(model: nn.Module) -> None:
         forward = module.__dict__.get("forward")
         if isinstance(forward, functools.partial) and forward.func in (_mlp_forward, _causal_forward):
             del module.__dict__["forward"]
+
+
+def computes_loss_in_tiles(module: nn.Module) -> bool:
+    """Return whether `tile_loss` has changed a module's forward."""
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func is _causal_forward
 
 
 def _is_causal_lm(module: Any) -> bool:
@@ -113,7 +121,7 @@ def _loss(
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
     with torch.no_grad():
-        if not torch.allclose(head(hidden[:, -1:]).float(), logits.float(), rtol=1e-2, atol=1e-3):
+        if not faking() and not torch.allclose(head(hidden[:, -1:]).float(), logits.float(), rtol=1e-2, atol=1e-3):
             raise ConfigError(_changed("the model"))
     part = functools.partial(_part, head, ignore_index)
     pairs = zip(hidden.split(tokens, dim=1), shift_labels.split(tokens, dim=1), strict=True)

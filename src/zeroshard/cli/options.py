@@ -374,7 +374,7 @@ def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     kept = plan.get("checkpoint_activations") or {}
     row |= {"checkpoint_activations": bool(kept), "offload_activations": kept.get("offload", "none")}
     row["partition_activations"] = bool(kept.get("partition"))
-    if cuts_model(plan["mesh"]):
+    if cuts_model(plan["mesh"]) or plan["mesh"].get("sp", 1) > 1:
         row["mesh"] = ",".join(f"{axis}={size}" for axis, size in plan["mesh"].items())
     elif chosen.mesh is None:
         row["ranks"] = plan["mesh"]["dp"]

@@ -20,6 +20,7 @@ from typing import Any
 
 import zeroshard as zs
 
+from ..activations.token_tiles import TILES
 from ..config import Tier
 from ..planner import tables
 from ..planner.plan import Plan
@@ -29,6 +30,7 @@ from ..planner.search.layout_file import write_config
 from ..planner.search.search import Found, search
 from ..planner.simulator.simulate import Simulation
 from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
+from ..utils.axes import DP, EP, SP
 from ..utils.sheets import Sheet
 from . import report_error
 from .arguments import ExitCode, UsageError, quiet
@@ -78,6 +80,11 @@ class Options(PlanOptions):
         for name in ("global_batch", "lossy", "write_config", "offload_path"):
             if getattr(self, name) and not self.auto:
                 raise UsageError(f"--{name.replace('_', '-')}: expected only with --auto")
+        for name in TILES:
+            if getattr(self, name) and self.write_config is not None:
+                raise UsageError(
+                    f"--{name.replace('_', '-')}: expected without --write-config, whose file has no place for it: pass it to zs.long_context"
+                )
         path = self.write_config
         if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):  # before the search
             raise UsageError(f"--write-config: expected the name of a file in a folder that exists, got {path!r}")
@@ -86,7 +93,7 @@ class Options(PlanOptions):
 
     def fixed(self, request: Request) -> dict[str, Any]:
         """Return the settings that were given, which --auto does not search."""
-        found: dict[str, Any] = dict(request.axes) if self.mesh is not None else {}
+        found: dict[str, Any] = {EP: 1, SP: 1, **request.axes} if self.mesh is not None else {}
         found |= {"stage": self.stage} if self.stage is not None else {}
         found |= {"hpz": self.hpz} if self.hpz > 1 else {}
         found |= {"shard_size": self.shard_size} if self.shard_size is not None else {}
@@ -112,9 +119,8 @@ def _planned(options: Options) -> int:
     with working("the model is made"):
         request = options.request()
         if options.auto:
-            if "ep" in request.axes:
-                raise UsageError("--auto: expected a --mesh without ep: the search knows dp, pp and tp")
-            batch = options.global_batch or request.axes["dp"] * request.rows * request.micro_batches
+            readers = request.axes[DP] * request.axes.get(EP, 1)
+            batch = options.global_batch or readers * request.rows * request.micro_batches
             layouts = search(request, batch, fixed=options.fixed(request), lossy=options.lossy)
             request, plans = layouts.best.request, list(layouts.best.plans)
             if options.write_config is not None:
@@ -122,14 +128,14 @@ def _planned(options: Options) -> int:
         else:
             plans = request.plans()
         verdict = judge(plans, request.hardware)
-        notes = [*request.source.notes, *([layouts.reason] if layouts is not None else [])]
+        notes = [*request.notes, *([layouts.reason] if layouts is not None else [])]
         sheets = [tables.memory(verdict.plan), tables.communication(verdict.plan), tables.activations(verdict.plan)]
         if options.out is not None:
             _write(Path(options.out), request, plans, verdict, [*([_layouts(layouts)] if layouts else []), *sheets], notes)
     text, brief = not (options.json or options.json_full), options.brief or quiet()
     if text:  # print the verdict before the search for remedies, which takes seconds
         print(tables.headline(request, verdict) if brief else tables.page(verdict.plan, verdict), flush=True)
-    look = not (verdict.fits or brief or options.auto or "ep" in request.axes) and options.try_seconds > 0
+    look = not (verdict.fits or brief or options.auto) and options.try_seconds > 0
     found: list[Remedy] = []
     if look:
         with working("looking for changes that make it fit"):

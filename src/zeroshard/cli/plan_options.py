@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from ..activations.token_tiles import TILES
 from ..planner.model_source import example_of, source_of
 from ..planner.request import FLAGS, Request
 from ..planner.simulator.hardware import Hardware
@@ -39,6 +40,10 @@ class PlanOptions(RunOptions):
         metavar="FUNCTION", group=COMMON,
     )  # fmt: skip
     max_unit_numel: int | None = option(None, "split units of more elements into their child modules", type=int, group=MEMORY)
+    mlp_tokens: int | None = option(None, "tokens that MLPs compute at a time (zs.long_context)", type=int, group=MEMORY)
+    loss_tokens: int | None = option(
+        None, "tokens whose logits and loss are computed at a time (zs.long_context)", type=int, group=MEMORY
+    )
     hierarchical: bool | None = option(
         None, "two hops, between nodes and inside of them", action=argparse.BooleanOptionalAction, group=NETWORK
     )
@@ -46,16 +51,12 @@ class PlanOptions(RunOptions):
     json: bool = option(False, "print JSON in place of text, at most 100 lines", action="store_true", group=OUTPUT)
 
     def __post_init__(self) -> None:
-        self.expect_positive("ranks", "node_size", "micro_batch", "seq", "accumulate", "hpz", "shard_size")
+        self.expect_positive("ranks", "node_size", "micro_batch", "seq", "accumulate", "hpz", "shard_size", *TILES)
 
     def request(self) -> Request:
         """Return the planner's request. Raises UsageError, and ConfigError for the model, the hardware or options of zs.shard."""
         hardware = Hardware.named(self.hardware)
         source, axes = source_of(self.model), MeshAxes() if self.mesh is None else MeshAxes.parse(self.mesh)
-        if axes.sp > 1 and (getattr(self, "auto", False) or getattr(self, "sweep", None)):
-            raise UsageError(
-                f"--mesh: expected no sp with --auto or --sweep, which vary dp, pp and tp, got {self.mesh!r}; leave out one of them"
-            )
         model = axes.pp * axes.tp * axes.ep * axes.sp
         if self.mesh is None:
             axes = MeshAxes(dp=self.ranks or hardware.devices_per_node)
@@ -84,6 +85,7 @@ class PlanOptions(RunOptions):
             source, hardware, axes.planned, self.micro_batch, self.seq or source.default_seq,
             self.accumulate or (2 * axes.pp if axes.pp > 1 else 1), self.node_size, self._shard(hardware), checkpointing,
             {name: getattr(self, name) for name in ("schedule", "sequence_parallel") if getattr(self, name)},
+            {name: getattr(self, name) for name in TILES if getattr(self, name)},
         )  # fmt: skip
         request.config  # noqa: B018  # raises ConfigError if it is wrong
         return request

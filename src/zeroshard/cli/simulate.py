@@ -7,8 +7,9 @@ The step is that of `zeroshard plan`: the runtime's work on imagined ranks, with
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ..planner import tables
 from ..planner.request import Request, judge
 from ..planner.simulator.simulate import SAYS
 from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
-from ..planner.simulator.sweep import Sweep, sweep
+from ..planner.simulator.sweep import Row, Sweep, sweep
 from ..planner.simulator.trace import Trace
 from ..utils.sheets import Sheet
 from . import report_error
@@ -29,7 +30,7 @@ from .plan_options import PlanOptions, parse
 from .progress import working
 from .sheets import drawn, print_json, show
 
-SWEPT = ("ranks", "micro-batch")
+SWEPT = ("ranks", "micro-batch", "pp", "tp", "ep", "sp")
 _SIMULATED = "simulation"
 
 
@@ -44,11 +45,13 @@ class Options(PlanOptions):
         None, "microseconds of a hop between ranks, in place of the hardware's; several with a comma", group=_SIMULATED
     )
     sweep: str | None = option(
-        None, "simulate each: ranks=8,64,512 or micro-batch=1,2,4, or both: ranks=8,64;micro-batch=1,2", group=_SIMULATED
+        None,
+        "simulate each: ranks=8,64,512, micro-batch=1,2,4, an axis: sp=1,2,4, or several: ranks=8,64;sp=1,8",
+        group=_SIMULATED,
     )
 
     def swept(self, request: Request) -> dict[str, list[int]]:
-        """Return the lists of numbers of ranks and of micro-batch sizes to simulate."""
+        """Return the lists of numbers of ranks, of micro-batch sizes and of ranks along axes to simulate."""
         found = {"ranks": [request.ranks], "micro-batch": [request.rows]}
         seen: set[str] = set()
         for part in self.sweep.split(";") if self.sweep is not None else ():
@@ -59,7 +62,9 @@ class Options(PlanOptions):
             if name.strip() == "batch":
                 raise UsageError("--sweep: batch is now micro-batch: sequences of one forward pass of one rank")
             if name.strip() not in SWEPT:
-                raise UsageError(f"--sweep: expected ranks=8,16 or micro-batch=8,16, got {part!r}{closest(name, SWEPT)}")
+                raise UsageError(
+                    f"--sweep: expected ranks=8,16, micro-batch=8,16 or an axis (sp=1,8), got {part!r}{closest(name, SWEPT)}"
+                )
             found[name.strip()] = [int(each) for each in _numbers("sweep", values)]
         return found
 
@@ -88,22 +93,30 @@ def main(argv: Sequence[str]) -> int:
         if options.sweep is not None or len(utilisations) * len(latencies) > 1:
             swept = options.swept(request)
             with working("sweep"):
-                make = functools.partial(_traces, request)
-                done = sweep(make, request.hardware, swept["ranks"], swept["micro-batch"], utilisations, latencies)
+                pairs, axes = (swept.pop("ranks"), swept.pop("micro-batch")), list(swept)
+                rows: list[Row] = []
+                for sizes in itertools.product(*swept.values()):  # once, where no axis is varied
+                    mesh = dict(zip(axes, sizes, strict=True))
+                    done = sweep(functools.partial(_traces, request, mesh), request.hardware, *pairs, utilisations, latencies)
+                    text = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+                    rows += [replace(row, setting=replace(row.setting, mesh=text)) for row in done.rows]
+                done = Sweep(tuple(rows), request.hardware)
             return _told_sweep(done, request, options)
         return _told(request, utilisations[0], latencies[0], options)
     except zs.ZeroshardError as error:
         return report_error(str(error))
 
 
-def _traces(request: Request, ranks: int, rows: int) -> list[Trace]:
-    """Return the traces of the request with so many ranks in all, and sequences of a micro-batch."""
-    model = request.ranks // request.axes["dp"]
+def _traces(request: Request, mesh: Mapping[str, int], ranks: int, rows: int) -> list[Trace]:
+    """Return the traces of the request with so many ranks along some axes, ranks in all, and sequences of a micro-batch."""
+    axes = {**request.axes, **mesh}
+    model = math.prod(axes.values()) // axes["dp"]
     if ranks % model:
         nearest = max(ranks // model, 1) * model
-        names = " x ".join(axis for axis in ("pp", "tp", "ep") if axis in request.axes)
+        names = " x ".join(axis for axis in ("pp", "tp", "ep", "sp") if axis in axes)
         raise UsageError(f"--sweep: expected multiples of {names} = {model} ranks, got {ranks}; the nearest: {nearest}")
-    return replace(request, axes={**request.axes, "dp": ranks // model}, rows=rows).traces()
+    kept = {axis: size for axis, size in axes.items() if size > 1 or axis not in ("ep", "sp")}
+    return replace(request, axes={**kept, "dp": ranks // model}, rows=rows).traces()
 
 
 def _told(request: Request, utilisation: float, latency_s: float | None, options: Options) -> int:
@@ -163,12 +176,20 @@ def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
         rows = []
         for row in done.rows:
             setting, numbers = row.setting, map(two_digits, (row.step_s, row.tflops, row.tokens_per_s))
-            rows.append((f"{row.ranks:,}", str(setting.micro_batch), f"{setting.utilisation:.0%}", *numbers, row.bound))
+            rows.append(
+                (
+                    f"{row.ranks:,}{' ' * bool(setting.mesh)}{setting.mesh}",
+                    str(setting.micro_batch),
+                    f"{setting.utilisation:.0%}",
+                    *numbers,
+                    row.bound,
+                )
+            )
         table = Sheet("Steps", header, rows)
         write_page(Path(options.out) / "sweep.html", heading, None, [table], pictures, limits)
     if options.json:
         told = [{"ranks": row.ranks, "micro_batch": row.setting.micro_batch, "utilisation": row.setting.utilisation, "step_s": row.step_s,
-                 "latency_s": row.setting.latency_s, "tflops": row.tflops, "tokens_per_s": row.tokens_per_s, "bound": row.bound}
+                 "latency_s": row.setting.latency_s, **({"mesh": row.setting.mesh} if row.setting.mesh else {}), "tflops": row.tflops, "tokens_per_s": row.tokens_per_s, "bound": row.bound}
                 for row in done.rows]  # fmt: skip
         print_json({"rows": told, "limits": limits})
         return 0

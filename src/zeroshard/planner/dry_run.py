@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import api
 from ..activations.checkpoint import checkpoint_activations
 from ..activations.storage import CHECKPOINTS
+from ..activations.token_tiles import TILES, computes_loss_in_tiles, tile_loss, tile_mlps
 from ..activations.ulysses import sequence_of
 from ..checkpoint.file_writer import ROTATING
 from ..checkpoint.rank_file import staging
@@ -40,7 +43,7 @@ from ..tensor.flat_layout import round_up
 from ..testing import imagined_mesh
 from ..utils import torch_compat
 from ..utils.axes import DP, EP, PLANNED, PP, SP, TP, cuts_model, planned_sizes
-from ..utils.torch_compat import FakeTensor, FakeTensorMode
+from ..utils.torch_compat import FakeTensor, PlanMode
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import Unit
 from .faults import NO_NUMBERS, first_line, told, where
@@ -70,7 +73,7 @@ def plan(
     model_fn: Callable[[], nn.Module], *, ranks: int | None = None, axes: Mapping[str, int] | None = None, batch: Any = None,
     loss: Loss | None = None, optimizer: Callable | None = torch.optim.AdamW, micro_batches: int = 1, rank: int = 0,
     hold: bool = False, node_size: int | None = None, separate: bool | None = None, checkpointing: bool | Mapping[str, Any] = False,
-    name: str = "", hardware: str | Hardware | None = None, config: Config | None = None, parallel: Mapping[str, Any] | None = None,
+    tiles: Mapping[str, int] | None = None, name: str = "", hardware: str | Hardware | None = None, config: Config | None = None, parallel: Mapping[str, Any] | None = None,
     whole: bool = False, **options: Unpack[ShardOptions],
 ) -> Plan:  # fmt: skip
     """Find out what one rank of a run would hold and do, by running the runtime itself on imagined ranks (not collective; takes
@@ -94,6 +97,8 @@ def plan(
             None: as the hardware says, without hardware True.
         checkpointing: whether blocks checkpoint their activations: True, or options of zs.checkpoint_activations, of which
             partition=True means over the ranks of tp.
+        tiles: "mlp_tokens" and "loss_tokens", the tokens that MLPs and the loss compute at a time, as in zs.long_context; without
+            axes that cut the model.
         whole: each rank makes the model with all its values before it is sharded. Otherwise it is made on the meta device, or
             under zs.init.
         config, options: as for zs.shard.
@@ -119,13 +124,14 @@ def plan(
     kind = Imagination(node_size, separate, one_host, recorder)
     token = imagination.set(kind)
     try:
-        _check_options(axes, parallel or {}, checkpointing)
+        _check_options(axes, parallel or {}, checkpointing, tiles or {})
         # a plan is of training, even if the caller is under torch.no_grad() or torch.inference_mode()
         with torch.inference_mode(False), torch.enable_grad():
             model = _built(model_fn)
+            _take_sequences_as_single()
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or total, loss, parallel or {}, hold,
-                model_fn if whole else None,
+                model_fn if whole else None, tiles=tiles or {},
             )  # fmt: skip
             return run.plan(batch, checkpointing, name or type(model).__name__, separate, hardware)
     except NO_NUMBERS as error:  # while the model is made, or moved
@@ -134,12 +140,19 @@ def plan(
         imagination.reset(token)
 
 
-def _check_options(axes: Mapping[str, int], parallel: Mapping[str, Any], checkpointing: bool | Mapping[str, Any]) -> None:
+def _check_options(
+    axes: Mapping[str, int], parallel: Mapping[str, Any], checkpointing: bool | Mapping[str, Any], tiles: Mapping[str, int]
+) -> None:
     """Refuse options that are unknown or would have no effect."""
     _check_names("parallel", parallel, parallelize, ("model", "mesh", "optimizer", "micro_batches", "config", "options"))
     _check_names(
         "checkpointing", {} if isinstance(checkpointing, bool) else checkpointing, checkpoint_activations, ("model", "off")
     )
+    for name, tokens in tiles.items():
+        if name not in TILES or not _whole(tokens, 1):
+            raise ConfigError(f"tiles: expected whole numbers of at least 1 for {' and '.join(TILES)}, got {name!r}: {tokens!r}.")
+    if tiles and cuts_model(axes):
+        raise ConfigError(f"tiles: {', '.join(tiles)} are of zs.long_context, for axes dp and sp; got {dict(axes)}.")
     if parallel and not cuts_model(axes):
         raise ConfigError(f"parallel: {', '.join(parallel)} are options of zs.parallelize, for axes pp and tp; got {dict(axes)}.")
     if isinstance(checkpointing, Mapping) and checkpointing.get("partition") is True and axes[TP] == 1:
@@ -249,6 +262,25 @@ def _built(model_fn: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+def _take_sequences_as_single() -> None:
+    """Let Transformers' models make no mask for packed sequences on fake tensors, whose positions they can not read.
+
+    Without it they make one of tokens x tokens, and attention computes the whole square of scores. In a run they read that the
+    positions are those of one sequence, and attention is causal without a mask.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masks, "find_packed_sequence_indices", None)
+    if find is None or hasattr(find, "_takes_fake"):
+        return
+
+    @functools.wraps(find)
+    def found(position_ids: Tensor) -> Tensor | None:
+        return None if isinstance(position_ids, FakeTensor) else find(position_ids)
+
+    found._takes_fake = True  # type: ignore[attr-defined]
+    masks.find_packed_sequence_indices = found
+
+
 @dataclass
 class _Run:
     """Two steps of one rank. make_model: function that makes the model with its values (with `whole`). real: on real ranks and tensors."""
@@ -266,6 +298,7 @@ class _Run:
     hold: bool
     make_model: Callable[[], nn.Module] | None
     real: bool = False
+    tiles: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
@@ -284,7 +317,7 @@ class _Run:
         if meshed:
             world = imagined_mesh(self.axes, self.rank)
         else:
-            world = contextlib.nullcontext() if self.real else FakeTensorMode(allow_non_fake_inputs=True)
+            world = contextlib.nullcontext() if self.real else PlanMode(allow_non_fake_inputs=True)
         with world as entered, meter.listening():
             mesh: Any = entered if meshed else None
             operators = Operators(recorder, self._groups(mesh) if meshed else Groups())
@@ -339,6 +372,12 @@ class _Run:
         mesh = {DP: self.axes[DP], SP: self.axes[SP]} if SP in self.axes else None
         if mesh is not None and self.loss is not None:
             raise ConfigError("loss: with an axis sp the model must map tokens to logits: leave loss out.")
+        if "mlp_tokens" in self.tiles and not tile_mlps(self.model, self.tiles["mlp_tokens"]):
+            raise ConfigError(
+                f"mlp_tokens: {type(self.model).__name__} has no module whose class is called ...MLP: leave it out."
+            )
+        if "loss_tokens" in self.tiles:
+            tile_loss(self.model, self.tiles["loss_tokens"])
         model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm, mesh=mesh)
         self.model, self.optimizer, loss = model, optimizer, self.loss or (_next_token if mesh is None else _next_own_token)
 
@@ -443,13 +482,20 @@ def _next_own_token(model: nn.Module, tokens: Tensor) -> Tensor:
     sequence = sequence_of(model)
     assert sequence is not None and tokens.shape[1] % sequence.size == 0, "the request has checked that sp divides the tokens"
     part = cut({"input_ids": tokens}, sequence.rank, sequence.size, shift_labels=False)
+    if _is_tiled(model):
+        return model(input_ids=part["input_ids"], position_ids=part["position_ids"], labels=part["input_ids"]).loss
     more = {"sequences": tokens} if "sequences" in inspect.signature(type(model).forward).parameters else {}  # GPT's n-grams
     output = model(part["input_ids"], position_ids=part["position_ids"], **more)
     return F.cross_entropy(getattr(output, "logits", output).flatten(0, 1).float(), part["input_ids"].flatten())
 
 
+def _is_tiled(model: nn.Module) -> bool:
+    """Return whether the model itself computes the loss, in tiles."""
+    return any(computes_loss_in_tiles(module) for module in model.modules())
+
+
 def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
-    output = model(tokens)
+    output = model(tokens, labels=tokens).loss if _is_tiled(model) else model(tokens)
     logits = getattr(output, "logits", output[0] if isinstance(output, (tuple, list)) and output else output)
     if not isinstance(logits, Tensor) or logits.ndim not in (0, 3):
         got = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__

@@ -6,6 +6,7 @@ Fake tensors check shapes but not always dtypes: `check_dtypes` refuses what rea
 from __future__ import annotations
 
 import contextlib
+import functools
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,10 +42,16 @@ _NORMS = {  # likewise; but an input in low precision with parameters in fp32 is
 }  # fmt: skip
 
 
+@functools.cache
+def _places(func: Any) -> tuple[str, tuple[int, ...] | None]:
+    """Return an operator's name, and the places of operands that must have one dtype."""
+    name = func._schema.name.removeprefix("aten::")
+    return name, _ALIKE.get(name) or _NORMS.get(name)
+
+
 def check_dtypes(func: Any, args: tuple) -> None:
     """Raise RuntimeError, as the real kernel does, where an operator's operands have dtypes that it does not combine."""
-    name = func._schema.name.removeprefix("aten::")
-    places = _ALIKE.get(name) or _NORMS.get(name)
+    name, places = _places(func)
     if places is None:
         return
     given = [

@@ -44,8 +44,9 @@ ROUTING = "experts: Transformers' grouped products (grouped_mm), whose memory an
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built. default_seq, max_seq: tokens of a sequence; vocab: size of the vocabulary. layers, hidden, heads:
-    of a decoder, where they are known. notes: assumptions of its plans. source: where its sizes are published. config: of a GPT of
+    """A model that can be built. default_seq: tokens of a sequence; max_seq: the most that its table of positions has; context: those
+    that it was published for, where positions are computed and a sequence may be longer; vocab: size of the vocabulary. layers, hidden, heads:
+    of a decoder, where they are known. experts: of a block, 0: none. notes: assumptions of its plans. source: where its sizes are published. config: of a GPT of
     planner/models/gpt.py, else None."""
 
     name: str
@@ -56,6 +57,8 @@ class ModelSource:
     hidden: int | None = None
     heads: int | None = None
     max_seq: int | None = None
+    context: int | None = None
+    experts: int = 0
     notes: tuple[str, ...] = ()
     source: str = ""
     config: GPTConfig | None = None
@@ -135,8 +138,8 @@ def _preset(name: str) -> ModelSource:
     row = _shapes().get(name)
     if row is not None and row["family"] != "gpt":
         return ModelSource(
-            name, partial(_of_shape, row), row["seq"], row["vocab"], row["layers"], row["hidden"], row["heads"], row["context"],
-            notes=(ROUTING,) if row["experts"] else (), source=row["source"],
+            name, partial(_of_shape, row), row["seq"], row["vocab"], row["layers"], row["hidden"], row["heads"], context=row["context"],
+            experts=row["experts"], notes=(ROUTING,) if row["experts"] else (), source=row["source"],
         )  # fmt: skip
     if row is not None:
         sizes = {
@@ -158,13 +161,15 @@ def _preset(name: str) -> ModelSource:
 
 
 def _of_shape(row: dict[str, Any]) -> nn.Module:
-    """Build a Llama (or a Mixtral, if the row has experts) by Transformers' own classes."""
+    """Build a Llama, a Mixtral or a DeepSeek-V3 by Transformers' own classes, with their defaults for what the row does not tell."""
     transformers = _transformers(row["name"])
     sizes = {
         "num_hidden_layers": row["layers"], "hidden_size": row["hidden"], "num_attention_heads": row["heads"],
         "num_key_value_heads": row["kv_heads"], "intermediate_size": row["ffn"], "vocab_size": row["vocab"],
         "max_position_embeddings": row["context"],
     }  # fmt: skip
+    if row["family"] == "deepseek":
+        return _of_config(transformers.DeepseekV3Config(**sizes, n_routed_experts=row["experts"]))
     if row["experts"]:
         return _of_config(transformers.MixtralConfig(**sizes, num_local_experts=row["experts"]))
     return _of_config(transformers.LlamaConfig(**sizes))
@@ -185,12 +190,14 @@ def _configuration(path: Path) -> ModelSource:
             f"model: {file} is of {config.model_type!r}, which is no causal language model: give a function that makes the model, "
             "module:function, or zs.plan(model_fn, batch=make_batch, loss=...)."
         )
-    longest = getattr(text, "max_position_embeddings", None)
+    longest, computed = getattr(text, "max_position_embeddings", None), _computes_positions(text)
     name = f"{config.model_type} of {path}"
-    notes = (ROUTING,) if _has_experts(text) else ()
+    experts = _experts(text)
+    notes = (ROUTING,) if experts else ()
     return ModelSource(
         name, partial(_of_config, config), min(longest or 1024, 4096), text.vocab_size, getattr(text, "num_hidden_layers", None),
-        getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None), max_seq=longest, notes=notes,
+        getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None), max_seq=None if computed else longest,
+        context=longest if computed else None, experts=experts, notes=notes,
     )  # fmt: skip
 
 
@@ -227,13 +234,20 @@ def _of_config(config: Any) -> nn.Module:
     fused = getattr(classes[0] if isinstance(classes, (tuple, list)) else classes, "_supports_sdpa", False)
     settings = {"attn_implementation": "sdpa" if fused else "eager", "dtype": torch.float32}
     model = transformers.AutoModelForCausalLM.from_config(config, **settings)
-    if _has_experts(config.get_text_config()):
+    if _experts(config.get_text_config()):
         group_experts(model)
     return model
 
 
-def _has_experts(config: object) -> bool:
-    return any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+def _experts(config: object) -> int:
+    """Return the experts of a block by a configuration of Transformers; 0: none."""
+    found = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    return next((each for each in found if isinstance(each, int) and each), 0)
+
+
+def _computes_positions(config: object) -> bool:
+    """Return whether a model's configuration has rotary positions, which are computed: there is no table that ends."""
+    return any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta"))
 
 
 def _transformers(name: str) -> Any:
@@ -285,7 +299,8 @@ def _function(text: str) -> ModelSource:
     vocab = size("vocab_size") or max(embeddings, default=2)
     return ModelSource(
         text, function, min(longest or 1024, 4096), vocab, size("num_hidden_layers", "n_layer", "layers"),
-        size("hidden_size", "n_embd", "dim"), size("num_attention_heads", "n_head", "heads"), max_seq=longest,
+        size("hidden_size", "n_embd", "dim"), size("num_attention_heads", "n_head", "heads"),
+        max_seq=None if _computes_positions(config) else longest, context=longest if _computes_positions(config) else None,
     )  # fmt: skip
 
 

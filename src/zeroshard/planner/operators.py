@@ -7,12 +7,14 @@ collectives   tensor parallelism's functional ones, and sends between stages of 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -33,6 +35,7 @@ _FLOPS = {  # flops of operators that torch's table lacks
         lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
 }  # fmt: skip
 _OVERWRITE = ("copy_", "zero_", "fill_", "normal_", "uniform_")  # these do not read the tensor that they write
+_DEVICE = torch.ops.prim.device.default
 _NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
@@ -68,6 +71,10 @@ class Operators(TorchDispatchMode):
         self.recorder.begin(trace)
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: tuple = (), kwargs: dict | None = None) -> object:
+        if (
+            func is _DEVICE and type(args[0]) is torch_compat.FakeTensor
+        ):  # most calls: every look at a fake tensor's device is one
+            return args[0].fake_device
         if any(issubclass(kind, self.subclasses) for kind in types):
             return NotImplemented  # the subclass unwraps itself first, and its operators on plain tensors come here
         check_dtypes(func, args)
@@ -95,20 +102,22 @@ class Operators(TorchDispatchMode):
             for storage in fresh.values():
                 self.meter.born(storage)
             self.meter.sample()
-        named = [(each, args[n] if n < len(args) else kwargs.get(each.name)) for n, each in enumerate(func._schema.arguments)]
-        changed = [value for each, value in named if each.alias_info is not None and each.alias_info.is_write]
+        name, count, places = _facts(func)
+        changed = [args[n] if n < len(args) else kwargs.get(each) for n, each in places]
         written = [x for value in changed for x in _tensors(value if isinstance(value, (tuple, list)) else (value,))]
         if (fresh or written) and tensors:
             made = [x for x in results if torch_compat.storage_id(x.untyped_storage()) in fresh]
-            count: Any = flop_registry.get(func.overloadpacket) or _FLOPS.get(_name(func))
             flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
             # it reads and writes each tensor once, those changed in place once for each
-            over = written if _name(func) in _OVERWRITE else ()
+            over = written if name in _OVERWRITE else ()
             read = {id(x): x.nbytes for x in tensors if not any(x is each for each in over)}
             nbytes = sum(read.values()) + sum(x.nbytes for x in (*written, *made))
             attention = None  # that of a fused kernel, which with an explicit mask computes the whole square of scores
-            if flops and "scaled_dot_product" in _name(func):
-                given: dict[str, Any] = {each.name: value for each, value in named}
+            if flops and "scaled_dot_product" in name:
+                given: dict[str, Any] = {
+                    **dict(zip((each.name for each in func._schema.arguments), args, strict=False)),
+                    **kwargs,
+                }
                 attention = AttentionWork(flops, given["key"].shape[-2], bool(given.get("is_causal")), 1)
             self.recorder.compute(flops, nbytes, _NAMES.get(tensors[0].dtype, "fp32"), attention)
 
@@ -141,6 +150,16 @@ class Operators(TorchDispatchMode):
         )
         if name == "recv_":
             self.recorder.join(ticket)
+
+
+@functools.cache
+def _facts(func: Any) -> tuple[str, Any, list[tuple[int, str]]]:
+    """Return an operator's name, the function that counts its flops or None, and place and name of arguments that it writes."""
+    written = [
+        (n, each) for n, each in enumerate(func._schema.arguments) if each.alias_info is not None and each.alias_info.is_write
+    ]
+    count: Any = flop_registry.get(func.overloadpacket) or _FLOPS.get(_name(func))
+    return _name(func), count, [(n, each.name) for n, each in written]
 
 
 def _name(func: Any) -> str:

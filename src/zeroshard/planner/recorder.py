@@ -20,7 +20,7 @@ from typing import Any
 from ..comm.control import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import Tier
-from ..utils.axes import DP, SP
+from ..utils.axes import DP, EP, SP
 from .faults import OutOfTime
 from .meter import Meter
 from .plan import Moment
@@ -168,7 +168,7 @@ class Recorder(Watcher):
     def sent(self, label: str, sent: Sent, peers: int, distinct: bool = False) -> Ticket:
         nbytes = {Resource.INSIDE: float(sent.inside), Resource.BETWEEN: float(sent.between)}
         moved = {resource: amount for resource, amount in nbytes.items() if amount}
-        axis = SP if label.startswith(f"{SP} ") else DP
+        axis = {SP: SP, "experts": EP}.get(label.partition(" ")[0], DP)  # ulysses.py, experts.py
         return self.start(label, moved, peers, axis, distinct=distinct) if moved else ()
 
     def moved(self, source: Tier, target: Tier, nbytes: int) -> Ticket:

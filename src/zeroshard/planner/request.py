@@ -31,7 +31,8 @@ _ALIKE = 0.98  # phases with at least this share of the fullest one's bytes coun
 @dataclass(frozen=True)
 class Request:
     """A run to plan. axes: ranks along "pp", "dp", "tp" and, if any, "ep" or "sp". rows: sequences of a rank's micro-batch, of `seq` tokens. options: of
-    zs.shard; parallel: further ones of zs.parallelize. checkpointing: False, True, or options of zs.checkpoint_activations."""
+    zs.shard; parallel: further ones of zs.parallelize. checkpointing: False, True, or options of zs.checkpoint_activations. tiles:
+    tokens that MLPs and the loss compute at a time, see zs.plan."""
 
     source: ModelSource
     hardware: Hardware
@@ -43,10 +44,23 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
     checkpointing: bool | Mapping[str, Any] = False
     parallel: Mapping[str, Any] = field(default_factory=dict)
+    tiles: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
         return math.prod(self.axes.values())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Assumptions of the request's plans."""
+        context = self.source.context
+        if context is None or self.seq <= context:
+            return self.source.notes
+        return (
+            *self.source.notes,
+            f"{self.source.name} is published for {context:,} tokens: longer sequences need positions scaled in its configuration, "
+            "which costs no memory.",
+        )
 
     @property
     def ranks_of_node(self) -> int:
@@ -85,7 +99,7 @@ class Request:
         made = plan(
             self.source.build, axes=self.axes, batch=batch, loss=loss, micro_batches=self.micro_batches, name=self.source.name,
             rank=self._rank(stage), node_size=self.ranks_of_node,
-            hardware=self.hardware, checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
+            hardware=self.hardware, checkpointing=self.checkpointing, parallel=self.parallel, tiles=self.tiles, **self.options,
         )  # fmt: skip
         if example is not None:  # here `tokens` counts samples, from which throughput is computed
             made.trace.tokens = self.rows * self.micro_batches

@@ -54,7 +54,7 @@ AXES = {
     )
 }  # fmt: skip
 MODEL_AXES = tuple(axis.name for axis in AXES.values() if axis.cuts_parameters != "no")
-PLANNED = (PP, DP, TP)  # axes of a layout, outermost first
+PLANNED = (PP, DP, TP)  # axes of every layout, outermost first; it may have ep or sp as well
 
 
 def role(name: str) -> Axis:
@@ -80,9 +80,9 @@ def cuts_model(axes: Mapping[str, int]) -> bool:
 def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, int], node_size: int | None = None) -> str:
     """Return a sentence, with a remedy, if a layout's file was made for another number or mesh of ranks than this run's; else "".
 
-    axes: number of ranks along "pp", "dp" and "tp"; 1 if missing. node_size: number of ranks of a node, if known.
+    axes: number of ranks along each axis; 1 if missing. node_size: number of ranks of a node, if known.
     """
-    planned, found = planned_sizes(plan["mesh"]), planned_sizes(axes)
+    planned, found = ({axis: each.get(axis, 1) for axis in (*PLANNED, EP, SP)} for each in (plan["mesh"], axes))
     nodes = (plan.get("node_size"), node_size)
     apart = planned == found and None not in nodes and nodes[0] != nodes[1]
     if planned == found and not apart:
@@ -100,5 +100,5 @@ def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, 
 
 
 def other_model_axes(plan: Mapping[str, Any], axes: Mapping[str, int]) -> bool:
-    """Return whether a plan cuts the model along pp or tp differently from `axes`, so that it does not hold for this run."""
+    """Return whether a plan cuts the model along pp, ep or tp differently from `axes`, so that it does not hold for this run."""
     return any(plan["mesh"].get(axis, 1) != axes.get(axis, 1) for axis in MODEL_AXES)

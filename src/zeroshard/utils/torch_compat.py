@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (  # noqa: F401
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 from torch.autograd import Variable
@@ -110,6 +111,46 @@ def rebuilder(by_dtype: bool = False) -> Callable[..., torch.Tensor]:
 def faking() -> bool:
     """Return whether FakeTensorMode is active on this thread."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+class PlanMode(FakeTensorMode):
+    """FakeTensorMode that finds an operator's cached result sooner: a dry run calls a few operators a hundred thousand times.
+
+    A key has a strided tensor's sizes, dtype, device and flags as one tuple, of which torch derives the many fields of its own; a
+    result is made without looking for symbolic sizes.
+    """
+
+    def _prep_args_for_hash(self, result: list[object], args: Any, state: Any, *rest: Any) -> None:
+        if type(args) is dict:
+            result.append(tuple(args))
+            args = args.values()
+        for arg in args:
+            kind = type(arg)
+            plain = isinstance(arg, FakeTensor) and arg.fake_mode is self and arg.constant is None and arg.layout is torch.strided
+            if plain and not (arg.is_quantized or arg.is_conj() or arg.is_neg()):
+                storage, offset = arg.untyped_storage().nbytes(), arg.storage_offset()
+                flags = arg.dtype, arg.fake_device, arg.requires_grad, arg.is_inference()
+                result.append((kind, arg.shape, arg.stride(), offset, storage, flags))
+            elif kind in (list, tuple):
+                result.append((kind, len(arg)))
+                self._prep_args_for_hash(result, arg, state, *rest)
+            elif kind in (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout):
+                result.append((kind, arg))
+            else:
+                super()._prep_args_for_hash(result, (arg,), state, *rest)
+
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+        known = entry.metadata
+        plain = entry.inplace_idx is None and known is not None and known.layout is torch.strided and self.shape_env is None
+        if not plain or known.is_quantized or known.is_conj or known.is_neg:
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+        with in_kernel_invocation_manager(self):
+            made = torch.empty_strided(
+                known.shape, known.stride, dtype=known.dtype, device="meta", requires_grad=known.requires_grad
+            )
+            if func.is_view:
+                made.set_(args[entry.view_idx].untyped_storage(), known.storage_offset, known.shape, known.stride)
+        return FakeTensor(self, made, known.device)
 
 
 def alone(tensor: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Remedies: the changes that are named make it fit by their own dry run, the cheapest first; what was not tried is said to be by formula."""
 
 import itertools
+import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from planned import MIB, hardware, request
 from zeroshard.config import Tier
 from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, SECONDARY
 from zeroshard.planner.faults import OutOfTime
+from zeroshard.planner.model_source import source_of
 from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.plan import ACTIVATIONS
 from zeroshard.planner.recorder import deadline
@@ -21,6 +23,8 @@ from zeroshard.planner.request import Request, judge
 from zeroshard.planner.search.memory import memory_of
 from zeroshard.planner.search.requested import layout_of
 
+MIXTRAL = {"model_type": "mixtral", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
 FINE = {"stage": 3, "precision": "bf16", "max_unit_numel": 1 << 14}  # nothing left to split
 
 
@@ -160,12 +164,14 @@ def test_every_change_has_its_option_and_applies():
 
 
 def test_each_change_says_what_to_write_in_the_program_and_what_it_frees():
-    asked = request(axes={"dp": 8}, options={"stage": 3, "precision": "bf16", "zero_hpz_partition_size": 2}, rows=4, node_size=2)
+    asked = request(
+        axes={"dp": 8}, options={"stage": 3, "precision": "bf16", "zero_hpz_partition_size": 2}, rows=4, seq=256, node_size=2
+    )
     formulas = module._Formulas(asked, asked.plans())
     held = memory_of(formulas.profile, layout_of(asked))[Tier.DEVICE]
     of = {"model states": (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER), ACTIVATIONS: (ACTIVATIONS,), "gathered parameters": (GATHERED,),
           "secondary shards": (SECONDARY,)}  # fmt: skip
-    for row in CHANGES:
+    for row in (row for row in CHANGES if row.offers is not CHANGES[1].offers):  # this model has no experts
         after = next(
             iter(row.offers(asked) if row.offers is not CHANGES[0].offers else [replace(asked, axes={**asked.axes, "dp": 16})])
         )
@@ -180,6 +186,37 @@ def test_each_change_says_what_to_write_in_the_program_and_what_it_frees():
         assert [other for other in CHANGES if other.program(asked, after)] == [row]
 
 
+def test_tokens_over_sp_and_tiles_are_offered_where_activations_are_short_and_fit_by_their_own_dry_run():
+    asked = gpt(axes={"dp": 2}, options=FINE, rows=1, seq=128, checkpointing=True)
+    assert {"--accumulate 2 --mesh sp=2", "--offload-activations cpu"} <= set(offered(asked))
+    plans = asked.plans()
+    asked = short(asked, plans, int(judge(plans, asked.hardware).held[ACTIVATIONS] * 0.4))
+    found = remedies(asked, plans, seconds=math.inf)
+    check(asked, found)
+    assert any("sp=2" in words for words in said(found)), said(found)
+    wide = replace(asked, source=replace(asked.source, hidden=32, context=1024))
+    assert "--mlp-tokens 32 --loss-tokens 32" in offered(wide)
+    assert not any("sp=" in words for words in offered(replace(asked, seq=127)))  # sp divides the tokens
+
+
+def test_experts_over_ep_are_offered_and_fit_by_their_own_dry_run(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    asked = request(axes={"dp": 4}, options={"stage": 2, "precision": "bf16"}, rows=1, seq=32)
+    asked = replace(asked, source=source_of(str(tmp_path)))
+    assert {"--mesh dp=2,ep=2", "--mesh ep=4"} <= set(offered(asked))
+    changed = next(CHANGES[1].offers(asked))
+    assert [row.program(asked, changed) for row in CHANGES if row.program(asked, changed)] == [
+        'zs.divide_experts over an axis "ep" of 2 ranks'
+    ]
+    plans = asked.plans()
+    asked = short(asked, plans, int(judge(plans, asked.hardware).held[PARAMETERS] * 0.3))
+    found = remedies(asked, plans, seconds=math.inf)
+    check(asked, found)
+    assert any("ep=" in words for words in said(found)), said(found)
+    again = replace(asked, axes={"pp": 1, "dp": 2, "tp": 1, "ep": 2})
+    assert "--mesh ep=4" in offered(again) and not any("sp=" in words or "tp=" in words for words in offered(again))
+
+
 def test_nothing_is_offered_that_has_no_effect():
     full = request(options=FINE | dict.fromkeys(("offload_optimizer", "offload_gradient", "offload_param"), "nvme") | {"offload_path": "."},
                    rows=1, checkpointing={"offload": "cpu"})  # fmt: skip
@@ -190,6 +227,8 @@ def test_nothing_is_offered_that_has_no_effect():
         "--ranks 16",
         "--ranks 32",
         "--ranks 64",
+        "--accumulate 2 --mesh dp=2,sp=2",
+        "--accumulate 4 --mesh sp=4",
     ]
     alone = offered(request(axes={"dp": 1}))
     assert not any(words.startswith(("--stage 1", "--stage 2", "--stage 3", "--mesh")) for words in alone)

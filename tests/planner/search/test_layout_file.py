@@ -231,3 +231,19 @@ def test_training_says_that_the_plan_is_for_others(tmp_path):
         UsageError, match="to the 4 ranks, got dp=2,pp=2,tp=2 = 8.*the mesh is that of --config .*plan MODEL --ranks 4"
     ):
         parse_train(["--config", str(path)]).check_batch(4)
+
+
+def test_a_layout_over_sp_is_for_the_same_mesh(tmp_path, capfd):
+    path = written(Layout(dp=1, sp=2, stage=2, precision="fp32"), tmp_path)
+    assert parse_train(["--config", str(path)]).axes.planned == {"pp": 1, "dp": 1, "tp": 1, "sp": 2}
+    with pytest.raises(DeepSpeedConfigError, match="data-parallel only"):
+        DeepSpeedConfig(str(path), world_size=2)
+
+    def sharded(rank, mesh):
+        model = GPT(GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2))
+        zs.close(zs.shard(model, torch.optim.AdamW(model.parameters()), mesh=mesh, config=path)[0])
+
+    run_threads(2, partial(sharded, mesh={"dp": 1, "sp": 2}))
+    assert "planned for" not in capfd.readouterr().err
+    run_threads(2, partial(sharded, mesh=None))
+    assert "planned for 2 ranks (dp=1,sp=2), and this run has 2 ranks (dp=2)" in capfd.readouterr().err

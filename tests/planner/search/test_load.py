@@ -150,14 +150,20 @@ def test_meshes_hold_and_send_what_the_case_studies_do(study):
     Layout(dp=8, stage=2, micro_batch=4, optimizer=Tier.HOST, gradient=Tier.HOST, precision="fp32"),
     Layout(dp=8, stage=3, micro_batch=4, optimizer=Tier.DISK, gradient=Tier.DISK, parameter=Tier.DISK),
     Layout(dp=2, pp=2, tp=2, stage=1, micro_batch=2, micro_batches=4, checkpointing="blocks"),
+    Layout(dp=4, sp=2, micro_batch=4), Layout(dp=2, sp=4, stage=2, micro_batch=4, micro_batches=2, checkpointing="blocks"),
+    Layout(dp=1, sp=4, node_size=2, micro_batch=4, checkpointing="blocks", mlp_tokens=8),
+    Layout(dp=4, ep=2, micro_batch=4), Layout(dp=4, ep=4, node_size=8, micro_batch=4, checkpointing="blocks"),
+    Layout(dp=2, ep=4, stage=1, micro_batch=4, micro_batches=2),
+    Layout(dp=8, ep=2, micro_batch=4, optimizer=Tier.HOST, gradient=Tier.HOST),
 ], ids=str)  # fmt: skip
 def test_a_dry_run_comes_to_the_same(layout, tmp_path):
     """Peaks with activations, bytes of each link and flops of a step; formulas take each category at its own fullest moment."""
-    shape = dataclasses.replace(SHAPE, vocab_size=2048, seq_len=128, dim=256, layers=4)
-    axes = {"axes": layout.mesh, "parallel": {"loss_parallel": True}} if layout.tp > 1 else {"ranks": layout.dp}
+    shape = dataclasses.replace(SHAPE, vocab_size=2048, seq_len=128, dim=256, layers=4, experts=8 * (layout.ep > 1))
+    parallel = {"loss_parallel": True} if layout.tp > 1 else {"experts": ["*.mlp.experts"]} if layout.ep > 1 else {}
+    tiles = {"mlp_tokens": layout.mlp_tokens} if layout.mlp_tokens else {}
     found = plan(
-        lambda: GPT(shape), batch=(layout.micro_batch, shape.seq_len), micro_batches=layout.micro_batches, node_size=8,
-        checkpointing=layout.checkpointing == "blocks", **axes, **layout.options(str(tmp_path)),
+        lambda: GPT(shape), batch=(layout.micro_batch, shape.seq_len), micro_batches=layout.micro_batches, node_size=layout.node_size,
+        checkpointing=layout.checkpointing == "blocks", axes=layout.mesh, parallel=parallel, tiles=tiles, **layout.options(str(tmp_path)),
     )  # fmt: skip
     profile = Profile.of_shape(shape)
     held, load = memory_of(profile, layout), load_of(profile, layout)
@@ -166,14 +172,16 @@ def test_a_dry_run_comes_to_the_same(layout, tmp_path):
         assert sum(held[tier].values()) == pytest.approx(peak, rel=0.1), tier
     for resource in set(Resource) - {Resource.DEVICE, Resource.HOST}:
         assert load.total(resource) == pytest.approx(found.trace.total(resource), rel=0.01), resource
-    assert load.flops == pytest.approx(found.trace.flops, rel=0.03)
+    held = {name: held[Tier.DEVICE].get(name, 0) for name in STATES if layout.optimizer is Tier.DEVICE}
+    assert held == {name: max(phase.held[Tier.DEVICE].get(name, 0) for phase in found.phases) for name in held}
+    assert load.flops == pytest.approx(found.trace.flops, rel=0.04)
     assert collectives(load.parts) == collectives((task, 1) for task in found.trace.tasks)
 
 
 @pytest.mark.parametrize("layout", [
     Layout(dp=16, stage=3, micro_batch=2), Layout(dp=16, stage=2, micro_batch=2, micro_batches=3), Layout(dp=16, stage=3, hpz=8, micro_batch=2),
     Layout(dp=16, stage=3, micro_batch=2, optimizer=Tier.HOST, gradient=Tier.HOST, parameter=Tier.HOST, checkpointing="blocks"),
-    Layout(dp=4, tp=4, stage=1, micro_batch=4), Layout(dp=4, pp=2, tp=2, stage=1, micro_batch=2, micro_batches=6, checkpointing="blocks"),
+    Layout(dp=4, sp=4, stage=3, micro_batch=4), Layout(dp=4, tp=4, stage=1, micro_batch=4), Layout(dp=4, pp=2, tp=2, stage=1, micro_batch=2, micro_batches=6, checkpointing="blocks"),
 ], ids=str)  # fmt: skip
 def test_a_step_takes_about_as_long_as_a_dry_run_says(layout):
     """Formulas know no order: what a step waits for at its beginning and end, and behind other messages, is not in them."""

@@ -44,6 +44,35 @@ def test_a_tiny_model_needs_no_sharding():
     assert (layout.pp, layout.tp, layout.checkpointing) == (1, 1, "none") and set(layout.tiers) == {Tier.DEVICE}
 
 
+LONG = dataclasses.replace(SMALL, seq_len=32_768)
+MIXED = dataclasses.replace(SMALL, dim=512, experts=8)
+
+
+def test_long_sequences_of_a_small_batch_go_over_sp():
+    """Two sequences for eight ranks: four share one. Of short sequences sp is not tried."""
+    source = ModelSource("long", partial(GPT, LONG), 32_768, 256, 3, 128, 4, config=LONG)
+    request = Request(source, A100, {"pp": 1, "dp": 8, "tp": 1}, 1, 32_768, options={"precision": "bf16"})
+    found = search(request, 2, fixed=ALONE)
+    assert found.best.layout.mesh == {"pp": 1, "dp": 2, "tp": 1, "sp": 4} and "dp=2,sp=4" in found.reason
+    assert {layout.sp for layout in by_formula(Profile.of_shape(LONG), A100, 8, 8)} == {1, 2, 4}
+    assert {layout.sp for layout in by_formula(TINY, A100, 8, 8)} == {1}
+    with pytest.raises(ConfigError, match="sp=8: expected a divisor of 4, over which the query heads"):
+        search(request, 2, fixed={"sp": 8})
+
+
+def test_experts_go_over_ep_where_gathers_bound_a_step():
+    slow = dataclasses.replace(
+        A100, links={**A100.links, Resource.INSIDE: dataclasses.replace(A100.links[Resource.INSIDE], bandwidth=1e9)}
+    )
+    layouts = by_formula(Profile.of_shape(MIXED), slow, 8, 64, fixed={**ALONE, "stage": 3})
+    assert layouts[0].ep > 1 and {layout.ep for layout in layouts} == {1, 2, 4, 8}
+    assert {layout.ep for layout in by_formula(TINY, A100, 8, 64)} == {1}
+    with pytest.raises(ConfigError, match="ep=3: expected a divisor of 8, over which the experts"):
+        by_formula(Profile.of_shape(MIXED), slow, 6, 64, fixed={"ep": 3})
+    with pytest.raises(ConfigError, match="an axis ep or sp only beside dp"):
+        by_formula(Profile.of_shape(MIXED), slow, 8, 64, fixed={"ep": 2, "tp": 2})
+
+
 def test_states_of_7_5b_are_sharded_over_64_devices_of_32_gb():
     """ZeRO, table 1: 120 GB a device without, 31.4 with stage 1, 16.6 with stage 2, 1.9 with stage 3 (gradients there in 16 bits)."""
     best, *_ = by_formula(SEVEN, V100, 64, 512, "fp16", {**ALONE, "checkpointing": "blocks"})

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...config import read_layout
 from ...errors import ConfigError
 from ...tensor.distributed import Distribution
-from ...utils.axes import AXES, DP, MODEL_AXES, cuts_model, other_model_axes, planned_otherwise, planned_sizes, role
+from ...utils.axes import AXES, DP, EP, MODEL_AXES, SP, cuts_model, other_model_axes, planned_otherwise, role
 from ...utils.torch_compat import unset_fake_temporarily
 from .. import backend_select
 from ..base import Comm, DirectComm
@@ -257,7 +257,7 @@ def _split(mesh: DeviceMesh | NamedRanks, given: backend_select.Choice | None = 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """The layout that gives the options. axes: ranks along each model axis of this run; all: zs.shard uses all ranks."""
+    """The layout that gives the options. axes: ranks along each model axis of this run, and along sp; all: zs.shard uses all ranks."""
 
     path: str | os.PathLike
     plan: Mapping[str, Any]
@@ -275,9 +275,9 @@ class PlannedLayout:
             )
         sizes: Mapping[str, int] = plan["mesh"]
         if comm is None:  # anything but a mesh with named axes has no model axes
-            named = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) if isinstance(mesh, DeviceMesh) else {}
-            sizes = planned_sizes(named) if named else {}
-        axes = {axis: size for axis, size in sizes.items() if axis in MODEL_AXES}
+            named: Mapping[str, int] = mesh if isinstance(mesh, Mapping) else {}
+            sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) if isinstance(mesh, DeviceMesh) else named
+        axes = {axis: sizes.get(axis, 1) for axis in (*MODEL_AXES, SP)}
         if other_model_axes(plan, axes):
             raise ConfigError(planned_otherwise(path, plan, {DP: plan["mesh"][DP], **axes}))
         return cls(path, plan, axes, comm is None)
@@ -285,6 +285,8 @@ class PlannedLayout:
     def compare(self, group: Comm, world: Comm) -> None:
         """Print a note on rank 0 if the layout was made for another number or mesh of ranks."""
         node_size = world.nodes.count(world.nodes[0]) if self.all else None
-        text = planned_otherwise(self.path, self.plan, {DP: group.world_size, **self.axes}, node_size)
+        text = planned_otherwise(
+            self.path, self.plan, {**self.axes, DP: group.world_size // self.axes[EP] // self.axes[SP]}, node_size
+        )
         if text and world.rank == 0:
             print(f"zeroshard: {text}", file=sys.stderr)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...config import SECTION
-from ...utils.axes import DP, cuts_model, planned_otherwise
+from ...utils.axes import DP, planned_otherwise
 from . import sections
 from .config_keys import KEYS, Treatment, Values, keys_of
 from .sections import DeepSpeedConfigError, Section, examine, without_auto
@@ -213,7 +213,7 @@ class DeepSpeedConfig:
         """Remove the section of `zeroshard plan --auto` from `given`, and return the options of zs.shard in it."""
         plan: Values = {"mesh": {}, **_section(given, SECTION)}
         given.pop(SECTION, None)
-        if cuts_model(plan["mesh"]):
+        if any(size > 1 for axis, size in plan["mesh"].items() if axis != DP):
             raise DeepSpeedConfigError(
                 f"{SECTION}.mesh = {plan['mesh']}: the engine is data-parallel only. Give the file to zs.parallelize or `zeroshard train`, "
                 "or plan for data parallelism alone."

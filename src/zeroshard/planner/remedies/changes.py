@@ -2,9 +2,12 @@
 
     row                          frees                    costs                               offered
     mesh, then more ranks        model states             sums over tp, idle stages; devices  as divisors allow
+    experts over ep              model states             tokens sent to experts       as experts and ranks of dp allow
+    tokens over sp               activations              tokens sent for attention    as heads and ranks of dp allow
     stage, tiers                 model states             parameters sent; copies             farther than the run's
     sequences at a time          activations              smaller products                    the same step in more micro-batches
     activation checkpointing     activations              a repeated forward; copies          what is not checkpointed yet
+    tiles of tokens              activations              MLPs and loss computed again where no axis cuts the model
     units                        gathered parameters      more collectives                    blocks in parts
     what nodes keep              secondary shards         bytes between nodes                 packed, fewer, larger groups
 
@@ -18,21 +21,22 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ...activations.token_tiles import TILES
 from ...config import STATES, Placement, written
-from ...utils.axes import DP, PP, TP, cuts_model
+from ...utils.axes import DP, EP, PP, SP, TP, cuts_model
 from ..plan import ACTIVATIONS
 from ..request import FLAGS, Request
 from ..search.layout import CHECKPOINTING
 from ..search.requested import layout_of
 
 _TIMES = (2, 4, 8, 16)
-_FIELDS = ("axes", "rows", "checkpointing")  # fields of a request that a change sets, beside its options
+_FIELDS = ("axes", "rows", "checkpointing", "tiles")  # fields of a request that a change sets, beside its options
 
 
 def _meshes(request: Request) -> Iterator[Request]:
     """Yield the same ranks with more tp and pp, and as many sequences in a step; then more ranks of dp, which add sequences."""
     axes, source = request.axes, request.source
-    for tp, pp in itertools.product((1, *_TIMES), repeat=2):
+    for tp, pp in () if _beside_dp(request) else itertools.product((1, *_TIMES), repeat=2):
         whole = axes[TP] * tp, axes[PP] * pp
         # two blocks a stage, or more; in fp16 each stage would have a loss scale of its own
         staged = 2 * whole[1] <= (source.layers or 0) and request.config.precision != "fp16"
@@ -45,6 +49,39 @@ def _meshes(request: Request) -> Iterator[Request]:
         yield replace(request, axes=mesh, micro_batches=request.micro_batches * tp * pp)
     for times in _TIMES:
         yield replace(request, axes={**axes, DP: times * axes[DP]})
+
+
+def _beside_dp(request: Request) -> bool:
+    """Return whether the mesh has an axis beside which formulas know dp alone."""
+    return bool({EP, SP} & set(request.axes))
+
+
+def _experts(request: Request) -> Iterator[Request]:
+    """Yield the same ranks with experts over ep: each rank holds and gathers some, and reads as many sequences as before."""
+    along = request.axes.get(EP, 1)
+    for times in _TIMES if request.source.experts and SP not in request.axes and request.axes[PP] * request.axes[TP] == 1 else ():
+        if request.axes[DP] % times == 0 and request.source.experts % (along * times) == 0:
+            yield replace(request, axes={**request.axes, DP: request.axes[DP] // times, EP: along * times}, parallel={})
+
+
+def _tokens(request: Request) -> Iterator[Request]:
+    """Yield the same ranks with the tokens of a sequence over sp, and as many sequences in a step."""
+    along, heads = request.axes.get(SP, 1), request.source.heads or 1
+    for times in _TIMES if not cuts_model(request.axes) and request.source.example is None else ():
+        size = along * times
+        divided = request.axes[DP] % times == heads % size == request.seq % size == 0
+        if divided and size <= request.ranks_of_node:
+            axes = {**request.axes, DP: request.axes[DP] // times, SP: size}
+            yield replace(request, axes=axes, micro_batches=request.micro_batches * times)
+
+
+def _tiles(request: Request) -> Iterator[Request]:
+    """Yield MLPs, and the loss of a model of Transformers, in tiles of as many tokens as the model is wide (arXiv 2506.13996)."""
+    source, own = request.source, request.seq // request.axes.get(SP, 1)
+    names = TILES if source.context is not None else TILES[:1]  # others may not be models of Transformers
+    tiles = {name: source.hidden for name in names if source.hidden and name not in request.tiles}
+    if tiles and source.hidden and source.hidden < own and not cuts_model(request.axes) and source.example is None:
+        yield replace(request, tiles={**request.tiles, **tiles})
 
 
 def _states(request: Request) -> Iterator[Request]:
@@ -106,8 +143,42 @@ def _with(request: Request, **options: object) -> Request:
 
 def _mesh_flags(before: Request, after: Request) -> list[str]:
     words = [f"--ranks {after.ranks}"] * (after.ranks != before.ranks)
-    axes = ",".join(f"{axis}={size}" for axis, size in after.axes.items() if size > 1)
-    return words + [f"--mesh {axes}"] * (after.axes != before.axes and cuts_model(after.axes))
+    alone = _along(before, after) == [1, 1] and after.axes != before.axes  # else the axis's own row says it
+    return words + _axes_flags(after) * (alone and (cuts_model(after.axes) or _beside_dp(after)))
+
+
+def _axes_flags(after: Request) -> list[str]:
+    return [f"--mesh {','.join(f'{axis}={size}' for axis, size in after.axes.items() if size > 1)}"]
+
+
+def _along(before: Request, after: Request) -> list[int]:
+    """Return how many times as many ranks there are along ep, and along sp."""
+    return [after.axes.get(axis, 1) // before.axes.get(axis, 1) for axis in (EP, SP)]
+
+
+def _experts_flags(before: Request, after: Request) -> list[str]:
+    return _axes_flags(after) * (_along(before, after)[0] > 1)
+
+
+def _experts_program(before: Request, after: Request) -> str:
+    return f'zs.divide_experts over an axis "ep" of {after.axes[EP]} ranks' if _along(before, after)[0] > 1 else ""
+
+
+def _tokens_flags(before: Request, after: Request) -> list[str]:
+    return _axes_flags(after) * (_along(before, after)[1] > 1)
+
+
+def _tokens_program(before: Request, after: Request) -> str:
+    mesh = {"dp": after.axes[DP], "sp": after.axes.get(SP, 1)}
+    return f"zs.shard(..., mesh={mesh}) and zs.SequenceLoader" if _along(before, after)[1] > 1 else ""
+
+
+def _tiles_flags(before: Request, after: Request) -> list[str]:
+    return [f"--{name.replace('_', '-')} {size}" for name, size in after.tiles.items() if before.tiles.get(name) != size]
+
+
+def _tiles_program(before: Request, after: Request) -> str:
+    return f"zs.long_context(..., {written(after.tiles)})" if after.tiles != before.tiles else ""
 
 
 def _mesh_program(before: Request, after: Request) -> str:
@@ -177,9 +248,12 @@ def _of_shard(frees: str, offers: Callable[[Request], Iterator[Request]], *optio
 
 CHANGES = (
     Change("model states", _meshes, _mesh_flags, _mesh_program),
+    Change("model states", _experts, _experts_flags, _experts_program),
+    Change(ACTIVATIONS, _tokens, _tokens_flags, _tokens_program),
     _of_shard("model states", _states, *STATES, "stage"),
     Change(ACTIVATIONS, _rows, _rows_flags, _rows_program),
     Change(ACTIVATIONS, _checkpoints, _checkpoint_flags, _checkpoint_program),
+    Change(ACTIVATIONS, _tiles, _tiles_flags, _tiles_program),
     _of_shard("gathered parameters", _units, "max_unit_numel"),
     _of_shard("secondary shards", _kept_in_nodes, "shard_size", "zero_hpz_partition_size", "zero_quantized_weights"),
 )

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...config import Tier
 from ...errors import ConfigError
-from ...utils.axes import PP, SP
+from ...utils.axes import PP
 from ..faults import OutOfTime
 from ..plan import Plan
 from ..recorder import deadline, tell
@@ -63,7 +63,7 @@ def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> 
 
     seconds: the time for it, of which formulas get a third; a dry run that is not over by the end is given up. 0: return [].
     """
-    if seconds <= 0 or SP in request.axes:  # formulas know no axis sp
+    if seconds <= 0:
         return []
     until = time.monotonic() + seconds
     confirmed: list[Remedy] = []

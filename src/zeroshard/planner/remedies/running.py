@@ -61,7 +61,7 @@ def advise(shortage: Shortage) -> list[str]:
     for row in CHANGES:
         found: list[_Advice] = []
         for changed in row.offers(request):
-            if cuts_model(changed.axes):  # another program: zs.parallelize
+            if cuts_model(changed.axes):  # another program
                 continue
             try:
                 after = _layout(changed)

@@ -1,12 +1,14 @@
 """A layout: how a step of a model is spread over ranks and tiers, as options of zs.shard, and what its collectives send.
 
-Ranks are numbered pp outermost, tp innermost, as `zeroshard train --mesh` numbers them: tp stays inside a node where it can.
+Ranks are numbered pp outermost, tp, ep or sp innermost, as `zeroshard train --mesh` numbers them: these stay inside a node where they
+can.
 Volumes are those of the runtime's Comms (docs/learn/network.md tells their sums).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from ...errors import ConfigError, did_you_mean
 from ...memory.estimate import rests_away
 from ...tensor.state_codecs import coded_column
 from ...tensor.state_column import StateColumn
-from ...utils.axes import DP, PLANNED, TP
+from ...utils.axes import DP, EP, PLANNED, SP, TP
 from ...utils.state_format import FORMATS, StateFormat
 from ..simulator.trace import Resource
 
@@ -33,7 +35,9 @@ _PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value; in addition e
 _STEP_NBYTES = 4 / 256
 
 # the fields that determine a layout's Comms
-_ROUTES = (DP, TP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops")
+_ROUTES = (
+    DP, TP, EP, SP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops",
+)  # fmt: skip
 
 Bytes = dict[Resource, float]
 Hop = tuple[Bytes, int]  # what a rank sends in one collective, and the ranks that meet in it
@@ -41,13 +45,15 @@ Hop = tuple[Bytes, int]  # what a rank sends in one collective, and the ranks th
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to spread a step. dp, pp, tp: ranks along each axis. stage: of ZeRO. optimizer, gradient, parameter: where they rest.
+    """A way to spread a step. dp, pp, tp, ep, sp: ranks along each axis; ep or sp only beside dp. stage: of ZeRO. optimizer, gradient,
+    parameter: where they rest.
 
     micro_batch: sequences of one forward of one rank. micro_batches: their number in a step. hold: run all but the last under
         zs.accumulate, as zs.parallelize does; else each is reduced.
     checkpointing: "none"; "blocks": each keeps its input; "partitioned": ranks of tp keep a part each; "host": the host keeps it.
     shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config.
         Where prefetch_nbytes is None, computation waits for each gather and reduction (overlap=False).
+    mlp_tokens, loss_tokens: tokens that MLPs and the loss compute at a time, see zs.long_context; None: all.
     node_size: ranks of a node. hops: a collective across nodes takes "two", the default, or "one" (hierarchical=False), where the
         bytes are those sent to each peer directly; the simulator makes rings of them.
     optimizer_states: the format in which they rest, by its name. master_weights: see Config.
@@ -60,6 +66,8 @@ class Layout:
     dp: int = 1
     pp: int = 1
     tp: int = 1
+    ep: int = 1
+    sp: int = 1
     stage: int = 3
     optimizer: Tier = Tier.DEVICE
     gradient: Tier = Tier.DEVICE
@@ -68,6 +76,8 @@ class Layout:
     micro_batches: int = 1
     hold: bool = False
     checkpointing: str = "none"
+    mlp_tokens: int | None = None
+    loss_tokens: int | None = None
     precision: str = "bf16"
     shard_size: int | None = None
     hpz: int = 1
@@ -98,17 +108,24 @@ class Layout:
             value, words = getattr(self, name), list(map(str, known))
             if value not in known:
                 raise ConfigError(f"{name}: expected one of {', '.join(words)}, got {value!r}.{did_you_mean(str(value), words)}")
-        for name in (*PLANNED, "micro_batch", "micro_batches", "node_size", "hpz"):
+        for name in (*PLANNED, EP, SP, "micro_batch", "micro_batches", "node_size", "hpz"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}: expected a whole number of at least 1, got {value!r}.")
+        if (self.ep > 1) + (self.sp > 1) + (self.pp * self.tp > 1) > 1:
+            raise ConfigError(f"layouts have an axis ep or sp only beside dp, got {self.mesh}: plan this mesh without --auto.")
         for size, name in ((self.shard_size, "shard_size"), (self.hpz, "hpz")):
-            if size is not None and self.dp % size:
-                raise ConfigError(f"{name}: expected a divisor of the {self.dp} ranks of dp, got {size}.")
+            if size is not None and (self.data % size or (self.dp % size and self.ep > 1)):
+                raise ConfigError(f"{name}: expected a divisor of the {self.data} ranks of data parallelism, got {size}.")
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.pp * self.tp
+        return math.prod(self.mesh.values())
+
+    @property
+    def data(self) -> int:
+        """Number of ranks over which ZeRO works; over dp alone where ep divides the parameters."""
+        return self.dp * self.ep * self.sp
 
     @property
     def tiers(self) -> tuple[Tier, Tier, Tier]:
@@ -120,10 +137,9 @@ class Layout:
         """Bytes of an element of parameters and of activations."""
         return 4 if self.precision == "fp32" else 2
 
-    @property
-    def shards(self) -> int:
-        """Number of ranks over which each parameter is sharded."""
-        return self.shard_size or self.dp
+    def shards(self, divided: bool = False) -> int:
+        """Return the number of ranks over which each parameter is sharded. divided: those that ep divides."""
+        return self.shard_size or (self.dp if divided else self.data)
 
     @property
     def master(self) -> torch.dtype | None:
@@ -159,9 +175,9 @@ class Layout:
 
     @property
     def held(self) -> bool:
-        """True if the rank adds up micro-batches' gradients in fp32: with `hold`, over pp, over tp if they rest on the device."""
-        over_tp = self.tp > 1 and not rests_away(self.gradient, self.separate)
-        return self.micro_batches > 1 and (self.hold or self.pp > 1 or over_tp)
+        """True if the rank adds up micro-batches' gradients in fp32: with `hold`, over pp, over tp or ep if they rest on the device."""
+        over_mesh = self.tp * self.ep > 1 and not rests_away(self.gradient, self.separate)
+        return self.micro_batches > 1 and (self.hold or self.pp > 1 or over_mesh)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -175,7 +191,7 @@ class Layout:
     @property
     def sequences(self) -> int:
         """Number of sequences of a step, over all ranks."""
-        return self.dp * self.micro_batch * self.micro_batches
+        return self.dp * self.ep * self.micro_batch * self.micro_batches
 
     def options(self, path: str | None = None) -> dict[str, Any]:
         """Return the layout as options of zs.shard. path: the folder for what rests on disk."""
@@ -193,16 +209,19 @@ class Layout:
         if self.prefetch_nbytes != Config.prefetch_nbytes:
             named |= {"overlap": False} if self.prefetch_nbytes is None else {"prefetch_nbytes": self.prefetch_nbytes}
         inside = self.node_size // self.tp
-        if self.hops == "one" and self.dp > inside > 1 and self.dp % inside == 0:
+        if self.hops == "one" and self.data > inside > 1 and self.data % inside == 0:
             named["hierarchical"] = False
         return found | {name: value for name, value in named.items() if value is not None}
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {axis: getattr(self, axis) for axis in PLANNED}
+        """Ranks by axis, as a Request has them: ep and sp only where there are several."""
+        sizes = {axis: getattr(self, axis) for axis in (*PLANNED, EP, SP)}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis in PLANNED}
 
     def __str__(self) -> str:
         words = [f"ZeRO-{self.stage}" if self.stage else "plain data parallelism"]
+        words += [f"dp={self.dp},{axis}={getattr(self, axis)}" for axis in (EP, SP) if getattr(self, axis) > 1]
         if self.pp * self.tp > 1:
             words.append(f"dp={self.dp},pp={self.pp},tp={self.tp}")
         places = zip(("optimizer", "gradient", "parameter"), self.tiers, strict=True)
@@ -212,34 +231,42 @@ class Layout:
         words += [f"{what} in {codec}" for what, codec in packed.items() if codec]
         words += [f"optimizer states in {self.optimizer_states}"] * (self.state_format is not None)
         words += ["masters split" if self.master_weights else "no masters"] * (self.master_weights is not True)
-        words.append(f"{self.micro_batches} x {self.micro_batch} sequences a rank")
+        shared = f"shared by {self.sp} ranks" if self.sp > 1 else "a rank"
+        words.append(f"{self.micro_batches} x {self.micro_batch} sequences {shared}")
         return ", ".join(words) + _CHECKPOINT_WORDS[self.checkpointing]
 
 
 # -- volumes -------------------------------------------------------------------------------------------------------
 
 
-def comms_of(layout: Layout) -> Topology:
-    """Return the Comms of an imagined rank of dp, which tell what they hold and send."""
-    return _comms(Layout(**{name: getattr(layout, name) for name in _ROUTES}))
+def comms_of(layout: Layout, divided: bool = False) -> Topology:
+    """Return the Comms of an imagined rank of data parallelism, which tell what they hold and send. divided: those for parameters
+    that ep divides."""
+    return _comms(Layout(**{name: getattr(layout, name) for name in _ROUTES}), divided)
 
 
 @functools.lru_cache(maxsize=256)
-def _comms(layout: Layout) -> Topology:
+def _comms(layout: Layout, divided: bool) -> Topology:
     near = max(layout.node_size // layout.tp, 1)
-    one_host = not layout.separate and layout.dp <= near
-    return imagined_topology(Config(**layout.options()), layout.dp, near, layout.separate, one_host)
+    one_host = not layout.separate and layout.data <= near
+    if divided:  # ranks with the same experts are ep apart
+        near = max(near // layout.ep, 1)
+    ranks = layout.dp if divided else layout.data
+    return imagined_topology(Config(**layout.options()), ranks, near, layout.separate, one_host)
 
 
-def exchange(layout: Layout, kind: str, shards: Sequence[int], dtype: torch.dtype, packs: bool) -> list[Hop]:
-    """Return what one rank of dp sends, hop after hop, for a collective of flat buffers, each with shards of so many elements.
+def exchange(
+    layout: Layout, kind: str, shards: Sequence[int], dtype: torch.dtype, packs: bool, divided: bool = False
+) -> list[Hop]:  # fmt: skip
+    """Return what one rank sends, hop after hop, for a collective of flat buffers, each with shards of so many elements.
 
-    kind: see `Comm.hops`. packs: the values are packed if the layout asks for it. A hop's second element: the ranks that meet in it.
+    kind: see `Comm.hops`. packs: the values are packed if the layout asks for it. divided: see `comms_of`. A hop's second element:
+    the ranks that meet in it.
     """
-    comms, found = comms_of(layout), []
+    comms, found = comms_of(layout, divided), []
     for numel in shards:
         comm_of = comms.gradients_of if kind == "reduce" else comms.values_of
-        found.append(comm_of(packs, numel * layout.shards).hops(kind, numel, dtype))
+        found.append(comm_of(packs, numel * layout.shards(divided)).hops(kind, numel, dtype))
     hops = []
     for buffers in zip(*found, strict=True):
         total = (sum(link) for link in zip(*(hop.sent for hop in buffers), strict=True))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ...config import STAGES, Placement, Tier
 from ...memory.estimate import rests_away
-from ...utils.axes import DP, PP, TP
+from ...utils.axes import DP, EP, PP, SP, TP
 from ...zero.auto_wrap import ROOT
 from ..simulator.hardware import Hardware, resource_seconds, seconds
 from ..simulator.simulate import kind_of
@@ -28,12 +28,15 @@ from ..simulator.trace import AttentionWork, Resource, Task, Trace
 from .layout import Bytes, Hop, Layout, comms_of, exchange, packed_nbytes
 from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 
+_SWAP_KERNELS = 18  # of the two all-to-alls of an attention along sp, which copy each tensor twice, counted by dry runs
 _BACKWARD_KERNELS = 3  # times the kernels of a forward, counted by dry runs of a GPT
 # times the flops of a forward: five products of scores, not two (FlashAttention-2, arXiv 2307.08691, section 4.1)
 _ATTENTION_BACKWARD = 2.5
 _STEP_NBYTES = 36  # per element, which torch's AdamW moves beyond one pass over all that it steps: its kernels are not fused
 # the fields of a layout that determine what a micro-batch computes
-_COMPUTED = (DP, PP, TP, "micro_batch", "checkpointing", "precision", "node_size", "stops_early")
+_COMPUTED = (
+    DP, PP, TP, EP, SP, "micro_batch", "checkpointing", "mlp_tokens", "loss_tokens", "precision", "node_size", "stops_early",
+)  # fmt: skip
 Part = tuple[Task, int]  # a task, and how often it is done
 
 
@@ -122,7 +125,7 @@ def _sums(load: Load, hardware: Hardware, beside: bool) -> _Seconds:
                     steps[kind_of(task) == "sum", lane] += times * time
                     continue
                 lanes[lane] += repeated * times * time
-                if resource is Resource.DEVICE or task.axis == TP:
+                if resource is Resource.DEVICE or task.axis in (TP, EP, SP):  # computation waits for it
                     chain[once] += times * time
     for first in (True, False):
         tail += max((time for (which, _), time in steps.items() if which is first), default=0.0)
@@ -138,10 +141,12 @@ def loads_of(profile: Profile, layout: Layout) -> list[Load]:
 
 def load_of(profile: Profile, layout: Layout, stage: int = 0) -> Load:
     """Return the load of a rank of a stage of the pipeline."""
+    profile = profile.over(layout.ep)
     # layouts of a search that differ in other fields share these
     computed = _computed(profile, Layout(**{name: getattr(layout, name) for name in _COMPUTED}), stage)
     held = layout.held
-    sent = _sent(profile, replace(layout, micro_batch=1, micro_batches=1 + held, hold=held, checkpointing="none"), stage)
+    few: dict[str, Any] = {"micro_batch": 1, "micro_batches": 1 + held, "hold": held, "mlp_tokens": None, "loss_tokens": None}
+    sent = _sent(profile, replace(layout, **few, checkpointing="none"), stage)
     trace = Trace(rank=stage * layout.dp * layout.tp, axes=layout.mesh, node_size=layout.node_size)
     return Load((*computed, *sent[0]), sent[1], layout.micro_batches, trace)
 
@@ -150,7 +155,7 @@ def load_of(profile: Profile, layout: Layout, stage: int = 0) -> Load:
 def _computed(profile: Profile, layout: Layout, stage: int) -> tuple[Part, ...]:
     """Return what a micro-batch computes, and sends over tp and pp, by the fields of a layout that are in `_COMPUTED`."""
     work = _Computation(profile, layout, stage)
-    for unit, times in _alike(profile, layout.pp, stage)[0].items():
+    for unit, times in _alike(profile, layout.pp, stage, layout.ep)[0].items():
         work.add(unit, times)
     work.add_messages()
     return tuple(work.parts)
@@ -160,18 +165,18 @@ def _computed(profile: Profile, layout: Layout, stage: int) -> tuple[Part, ...]:
 def _sent(profile: Profile, layout: Layout, stage: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     """Return what a micro-batch, and what a step has to gather, reduce and update, whatever it computes."""
     work = _Sharding(profile, layout, stage)
-    for home, times, visits in _alike(profile, layout.pp, stage)[1]:
+    for home, times, visits in _alike(profile, layout.pp, stage, layout.ep)[1]:
         work.add(home, times, visits)
     return tuple(work.each), tuple(work.once)
 
 
 @functools.lru_cache(maxsize=256)
-def _alike(profile: Profile, pp: int, stage: int) -> tuple[dict[UnitProfile, int], list[tuple[Home, int, int]]]:
+def _alike(profile: Profile, pp: int, stage: int, ep: int) -> tuple[dict[UnitProfile, int], list[tuple[Home, int, int]]]:
     """Return the distinct units of a stage, each with its count; and (home, count, visits of a forward to it) of its distinct homes."""
     units = profile.stages(pp)[stage]
     visits = Counter(unit.home or unit.name for unit in units)
     names = (ROOT, profile.tied)  # others may be alike
-    homes = [(replace(home, name=home.name if home.name in names else ""), visits[home.name]) for home in homes_of(units)]
+    homes = [(replace(home, name=home.name if home.name in names else ""), visits[home.name]) for home in homes_of(units, ep=ep)]
     found = [(home, times, 1 if home.held else visited) for (home, visited), times in Counter(homes).items()]
     return Counter(replace(unit, name="", home="") for unit in units), found
 
@@ -179,29 +184,30 @@ def _alike(profile: Profile, pp: int, stage: int) -> tuple[dict[UnitProfile, int
 class Sizes:
     """The elements and bytes of a home that one rank of a layout holds and sends.
 
-    shards: elements of the shard of each flat buffer; own: of all. numel: of the whole buffers, with their padding. states: bytes of
-    the shards' masters and optimizer states. gather, again, reduce: what is sent, hop after hop, by the first gather of a step, by
+    ranks: over which it is sharded. shards: elements of the shard of each flat buffer; own: of all. numel: of the whole buffers,
+    with their padding. states: bytes of the shards' masters and optimizer states. gather, again, reduce: what is sent, hop after hop, by the first gather of a step, by
     later ones, and to reduce. packs_weights, packs_gradients: whether values are packed before; weight, gradient: bytes of an
     element then.
     """
 
     def __init__(self, layout: Layout, home: Home) -> None:
-        self.shards = home.shards(layout.tp, layout.shards, layout.state_format)
+        self.ranks = layout.shards(home.divided)
+        self.shards = home.shards(layout.tp, self.ranks, layout.state_format)
         self.own = sum(self.shards)
         coded = [which for _, which in home.buffers(layout.tp, layout.state_format)]
         self.states = sum(size * layout.kept_itemsize(which) for size, which in zip(self.shards, coded, strict=True))
-        self.numel = self.own * layout.shards
-        comms, wholes = comms_of(layout), [numel * layout.shards for numel in self.shards]
+        self.numel = self.own * self.ranks
+        comms, wholes = comms_of(layout, home.divided), [numel * self.ranks for numel in self.shards]
         self.packs_weights = any(comms.values_of(home.packs, numel) is not comms.shards for numel in wholes)
         self.packs_gradients = any(comms.gradients_of(home.packs, numel) is not comms.shards for numel in wholes)
         self.weight = packed_nbytes(layout.quantized_weights if self.packs_weights else None, layout.itemsize)
         self.gradient = packed_nbytes(layout.quantized_gradients if self.packs_gradients else None, layout.itemsize)
         kinds = ("gather", "gather again", "reduce")
         self.gather, self.again, self.reduce = (
-            exchange(layout, kind, self.shards, layout.compute_dtype, home.packs) for kind in kinds
+            exchange(layout, kind, self.shards, layout.compute_dtype, home.packs, home.divided) for kind in kinds
         )
         if STAGES[layout.stage].gradient is Placement.REPLICATED:
-            self.reduce += exchange(layout, "gather", self.shards, layout.gradient_dtype, packs=False)
+            self.reduce += exchange(layout, "gather", self.shards, layout.gradient_dtype, False, home.divided)
 
 
 def _hops(name: str, phase: str, hops: list[Hop], times: int, more: Mapping[str, Any]) -> list[Part]:
@@ -214,7 +220,7 @@ class _Computation:
     def __init__(self, profile: Profile, layout: Layout, stage: int) -> None:
         self.profile, self.layout, self.stage = profile, layout, stage
         self.units = profile.stages(layout.pp)[stage]
-        self.tokens = layout.micro_batch * profile.seq
+        self.tokens = layout.micro_batch * profile.seq // layout.sp
         self.parts: list[Part] = []
 
     def add(self, unit: UnitProfile, times: int) -> None:
@@ -224,25 +230,29 @@ class _Computation:
         # the loss sums the largest logit and the sum in fp32, and the target's logit; backward, the gradient of the head's input
         self._sum("forward", unit, times, unit.tp_reduces, head)
         self._sum("backward", unit, times, unit.tp_reduces if unit.block else int(head))
+        self._exchange("forward", unit, times)
+        self._exchange("backward", unit, times)
+        self._tiles(unit, times)
         if not unit.block or lay.checkpointing == "none":
             return
         last = unit.last_flops if lay.stops_early else 0.0
         again = (unit.flops - last) / unit.flops if unit.flops else 1.0
         self.parts.append((self._task("forward again", unit, again), times))
         self._sum("backward", unit, times, max(unit.tp_reduces - lay.stops_early, 0))
+        self._exchange("backward", unit, times)
         kept = self.tokens * unit.boundary * lay.itemsize / (lay.tp if lay.checkpointing == "partitioned" else 1)
         if lay.checkpointing == "host":
             self.parts.append((Task("keep", "forward", {Resource.DOWN: kept}), times))
             self.parts.append((Task("fetch", "backward", {Resource.UP: kept}), times))
         if lay.checkpointing == "partitioned" and lay.tp > 1:
-            sent = self._tp_nbytes(kept * (lay.tp - 1))
+            sent = self._nbytes(lay.tp, kept * (lay.tp - 1))
             self.parts.append((Task("gather input", "backward", sent, axis=TP, peers=lay.tp), times))
 
     def _task(self, name: str, unit: UnitProfile, factor: float) -> Task:
         """Return the computation of a unit. factor: times a forward's flops; above 1: a backward."""
         lay, item, backward = self.layout, self.layout.itemsize, factor > 1
         flops = factor * unit.flops / lay.tp * self.tokens
-        weights = (sum(unit.cut) // lay.tp + sum(unit.whole)) * item
+        weights = (sum(unit.cut) // lay.tp + sum(unit.whole) - sum(unit.experts) * (lay.ep - 1) // lay.ep) * item
         moved = self.tokens * unit.moved_nbytes(item, lay.tp, backward) + weights * (BACKWARD_PASSES if backward else 1)
         attention = None
         if unit.attention:
@@ -264,14 +274,36 @@ class _Computation:
         width = unit.boundary or max(each.boundary for each in self.units)
         sent = 2 * (lay.tp - 1) / lay.tp * self.tokens * ((8 + lay.itemsize) if told else reduces * width * lay.itemsize)
         messages = 3 if told else reduces
-        self.parts.append((Task("sum", phase, self._tp_nbytes(sent), axis=TP, peers=lay.tp, messages=messages), times))
+        self.parts.append((Task("sum", phase, self._nbytes(lay.tp, sent), axis=TP, peers=lay.tp, messages=messages), times))
 
-    def _tp_nbytes(self, sent: float) -> Bytes:
-        """Return by link the bytes `sent` to all of tp: inside the node, and between nodes if tp has more ranks than a node."""
-        tp, node = self.layout.tp, self.layout.node_size
-        if tp <= node:
+    def _tiles(self, unit: UnitProfile, times: int) -> None:
+        """Add what backward computes again of MLPs, and of logits, that are computed in tiles of tokens."""
+        lay, own = self.layout, self.profile.seq // self.layout.sp
+        mlp, loss = (min(each or own, own) for each in (lay.mlp_tokens, lay.loss_tokens))
+        if unit.mlp[1] and mlp < own:  # a tile skips its last map, or the repeated forward of a block the last tile
+            skipped = unit.last_flops if lay.checkpointing == "none" else 2 * unit.mlp[1] * mlp / own
+            flops = (2 * unit.mlp[1] - skipped * lay.stops_early) * self.tokens
+            self.parts.append((Task("tiles again", "backward", {}, flops=flops, dtype=lay.precision), times))
+        if unit.logits and loss < own:
+            self.parts.append((self._task("forward again", unit, 1.0), times))
+
+    def _exchange(self, phase: str, unit: UnitProfile, times: int) -> None:
+        """Add the two all-to-alls of a forward, or of a backward: tokens to experts, or to heads, and back."""
+        lay = self.layout
+        heads = 2 * unit.exchanged[0] + 2 * unit.keys(lay.sp, self.profile.sp_heads[1])  # queries, keys, values; the output
+        for axis, size, elements in ((EP, lay.ep, 2 * unit.routed), (SP, lay.sp, heads)):
+            if size > 1 and elements:
+                sent = self._nbytes(size, elements * self.tokens * lay.itemsize * (size - 1) / size)
+                self.parts.append((Task("exchange", phase, sent, axis=axis, peers=size, messages=2, distinct=True), times))
+                copies = Task("copies", phase, {Resource.DEVICE: 0.0}, kernels=_SWAP_KERNELS * (axis == SP), dtype=lay.precision)
+                self.parts.append((copies, times))
+
+    def _nbytes(self, size: int, sent: float) -> Bytes:
+        """Return by link the bytes `sent` to all ranks along an axis of neighbours: inside the node, and between nodes."""
+        node = self.layout.node_size
+        if size <= node:
             return {Resource.INSIDE: sent}
-        shares = {Resource.INSIDE: (node - 1) / (tp - 1), Resource.BETWEEN: (tp - node) / (tp - 1)}
+        shares = {Resource.INSIDE: (node - 1) / (size - 1), Resource.BETWEEN: (size - node) / (size - 1)}
         return {link: sent * share for link, share in shares.items() if share}
 
     def add_messages(self) -> None:
@@ -314,7 +346,7 @@ class _Sharding:
     def _gather(self, sizes: Sizes, times: int, visits: int, more: Mapping[str, Any]) -> None:
         """Add the gathers of a home: one for each visit of a forward, and one in backward, in which it stays gathered between visits."""
         lay = self.layout
-        if self.row.parameter is not Placement.SHARDED or (lay.shards == 1 and lay.parameter is Tier.DEVICE):
+        if self.row.parameter is not Placement.SHARDED or (sizes.ranks == 1 and lay.parameter is Tier.DEVICE):
             return
         count, nbytes = times * (visits + 1), sizes.own * lay.itemsize
         if rests_away(lay.parameter, lay.separate):
@@ -348,7 +380,7 @@ class _Sharding:
     def _update(self, sizes: Sizes, times: int, more: Mapping[str, Any]) -> None:
         """Add the optimizer's step of a home's shard on its tier, and the gathers of parameters that rest whole."""
         lay = self.layout
-        held = 1 if self.row.optimizer is Placement.SHARDED else lay.shards
+        held = 1 if self.row.optimizer is Placement.SHARDED else sizes.ranks
         numel, states = sizes.own * held, sizes.states * held
         writes_only = lay.precision != "fp32" and lay.master_weights is True  # the step does not read the parameters
         own = numel * (lay.gradient_itemsize + lay.itemsize * (1 if writes_only else 2))

@@ -27,11 +27,19 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     without the allocator's holes and what the model's formulas leave out (buffers, masks). The context of the device is
     `Hardware.overhead_nbytes`.
     """
+    profile.check(layout.ep, layout.sp)
+    profile, tokens = profile.over(layout.ep), layout.micro_batch * profile.seq // layout.sp
     # all that the states do not depend on is left out, so that the layouts of a search share them
-    few = replace(layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none")
+    few = replace(
+        layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none", mlp_tokens=None, loss_tokens=None
+    )  # fmt: skip
     held = {tier: dict(found) for tier, found in _states_of(profile, few, stage).items()}
-    (device, host), working = activations(profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
-    tokens = layout.micro_batch * profile.seq
+    tiles = tuple(
+        min(1.0, each * layout.micro_batch / tokens) if each else 1.0 for each in (layout.mlp_tokens, layout.loss_tokens)
+    )
+    (device, host), working = activations(
+        profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing, layout.sp, tiles
+    )  # fmt: skip
     # micro-batches whose activations a stage keeps at once, by 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)
     waiting = min(layout.micro_batches, layout.pp - stage) if layout.pp > 1 else 1
     for tier, nbytes in ((Tier.DEVICE, tokens * (device * waiting + working)), (Tier.HOST, tokens * host * waiting)):
@@ -44,43 +52,45 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
 def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[str, int]]:
     """Return the bytes of `memory_of` without activations: what the runtime counts before it allocates (zero/shard_model.py)."""
     config, form, away = Config(**layout.options(path="/")), layout.state_format, rests_away(layout.parameter, layout.separate)
-    comms, gradient = comms_of(layout), layout.gradient_dtype
+    comms, gradient = (comms_of(layout), comms_of(layout, divided=True)), layout.gradient_dtype  # by Home.divided
     units = profile.stages(layout.pp)[stage]
     held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
-    homes = homes_of(units, layout.max_unit_numel)
+    homes = homes_of(units, layout.max_unit_numel, layout.ep)
     # elements of each buffer's shard and of the buffer without padding, and whether states are coded; once for homes that are alike
-    alike = {(home.cut, home.whole, home.matrices): home for home in homes}
+    alike = {(home.cut, home.whole, home.matrices, home.divided): home for home in homes}
     shards = {
-        key: (home.shards(layout.tp, layout.shards, form), home.shards(layout.tp, 1, form), home.buffers(layout.tp, form))
+        key: (home.shards(layout.tp, layout.shards(home.divided), form), home.shards(layout.tp, 1, form), home.buffers(layout.tp, form))
         for key, home in alike.items()
-    }
-    groups, values, slices = [], [], []
+    }  # fmt: skip
+    groups: tuple[list[Group], list[Group]] = ([], [])  # by Home.divided
+    values, slices = [], []
+    gathered: dict[str, int] = defaultdict(int)  # bytes by name
     for home in homes:
-        for size, unpadded, (_, coded) in zip(*shards[home.cut, home.whole, home.matrices], strict=True):
-            numel, states = size * layout.shards, (config.offload_optimizer, layout.master, layout.columns(coded))
-            groups.append(Group(numel, size, config.compute_dtype, gradient, *states, unpadded=unpadded))
-            values.append((comms.values_of(home.packs, numel), (size, config.compute_dtype)))
-            slices.append((comms.gradients_of(home.packs, numel), (size, config.compute_dtype)))
+        ranks, comm = layout.shards(home.divided), comms[home.divided]
+        for size, unpadded, (_, coded) in zip(*shards[home.cut, home.whole, home.matrices, home.divided], strict=True):
+            numel, states = size * ranks, (config.offload_optimizer, layout.master, layout.columns(coded))
+            groups[home.divided].append(Group(numel, size, config.compute_dtype, gradient, *states, unpadded=unpadded))
+            values.append((comm.values_of(home.packs, numel), (size, config.compute_dtype)))
+            slices.append((comm.gradients_of(home.packs, numel), (size, config.compute_dtype)))
+            gathered[home.name] += numel * layout.itemsize
     repeated = layout.micro_batches > 1 and not layout.held
-    for (category, tier, _), nbytes in needs(config, layout.separate, groups, repeated).items():
-        # published systems may keep gradients twice, as fp16 and fp32
-        share = layout.gradient_itemsize / gradient.itemsize if category is GRADIENTS else 1
-        held[tier][STAGING if category is BUFFERS else category] += round(nbytes * share)
-    device, whole = held[Tier.DEVICE], sum(group.numel for group in groups)
+    for some in filter(None, groups):  # each has staging buffers of its own
+        for (category, tier, _), nbytes in needs(config, layout.separate, some, repeated).items():
+            # published systems may keep gradients twice, as fp16 and fp32
+            share = layout.gradient_itemsize / gradient.itemsize if category is GRADIENTS else 1
+            held[tier][STAGING if category is BUFFERS else category] += round(nbytes * share)
+    device, whole = held[Tier.DEVICE], sum(group.numel for some in groups for group in some)
     if layout.hpz > 1 and config.row.parameter is Placement.SHARDED:
         device[SECONDARY] = round(whole / layout.hpz * packed_nbytes(layout.quantized_weights, layout.itemsize))
     device[STAGING] += max(needed(values, slices) - device[SECONDARY], 0)
-    if config.row.parameter is Placement.SHARDED and layout.shards > 1 and (away or not comms.shards.copies):
-        sizes = {
-            home.name: sum(shards[home.cut, home.whole, home.matrices][0]) * layout.shards * layout.itemsize for home in homes
-        }
-        apart: dict[str, list[str]] = defaultdict(list)  # of each home, or of a split one its parts: the names
+    if config.row.parameter is Placement.SHARDED and layout.shards() > 1 and (away or not comms[0].shards.copies):
+        apart: dict[str, dict[str, None]] = defaultdict(dict)  # of each home, or of a split one its parts: the names
         for home in (home for home in homes if not home.held):
-            apart[home.origin or home.name].append(home.name)
+            apart[home.origin or home.name][home.name] = None
         order = [part for unit in units for part in apart.get(unit.home or unit.name, ())]  # as forward gathers them
-        at_rest = sum(sizes[name] for name in sizes.keys() - set(order))
+        at_rest = sum(gathered[name] for name in gathered.keys() - set(order))
         limit = 0 if away and layout.prefetch_nbytes else layout.prefetch_nbytes
-        device[GATHERED] = at_rest + most_gathered(order, sizes, limit)
+        device[GATHERED] = at_rest + most_gathered(order, gathered, limit)
     if config.row.gradient is Placement.SHARDED and layout.held:
         device[PARTIAL] = whole * layout.gradient_itemsize
     return {tier: {name: nbytes for name, nbytes in found.items() if nbytes} for tier, found in held.items()}
@@ -94,19 +104,28 @@ def held_of(profile: Profile, layout: Layout) -> dict[Tier, Held]:
 
 @functools.lru_cache(maxsize=4096)
 def activations(
-    profile: Profile, pp: int, stage: int, itemsize: int, tp: int, checkpointing: str
+    profile: Profile, pp: int, stage: int, itemsize: int, tp: int, checkpointing: str, sp: int = 1,
+    tiles: tuple[float, ...] = (1.0, 1.0),
 ) -> tuple[tuple[float, float], float]:  # fmt: skip
-    """Return bytes per token of a stage: ((kept on the device, on the host) of a micro-batch, backward's most temporaries)."""
+    """Return bytes per token of a stage: ((kept on the device, on the host) of a micro-batch, backward's most temporaries).
+
+    tiles: share of its tokens that MLPs, and the loss, compute at a time.
+    """
     device = host = working = 0.0
     boundary = 0
     for unit in profile.stages(pp)[stage]:
-        saved = unit.saved_nbytes(itemsize, tp)
+        saved, beside = unit.saved_nbytes(itemsize, tp), unit.working_nbytes(itemsize, tp)
+        if sp > 1:  # the exchanged output of attention, and repeated keys and values
+            saved += itemsize * (unit.exchanged[0] + 2 * (unit.keys(sp, profile.sp_heads[1]) - unit.exchanged[1]))
+        for share, inside in zip(tiles, (itemsize * unit.mlp[0], 4 * unit.logits), strict=True):
+            if share < 1:  # kept for a tile alone, while its backward runs
+                saved, beside = max(saved - inside, 0), max(beside - 2 * (1 - share) * inside, 0) + share * inside
         if unit.block and checkpointing != "none":
             kept = (boundary or unit.boundary) * itemsize / (tp if checkpointing == "partitioned" else 1)
             host, device = (host + kept, device) if checkpointing == "host" else (host, device + kept)
-            working = max(working, saved + unit.working_nbytes(itemsize, tp))
+            working = max(working, saved + beside)
         else:
             device += saved
-            working = max(working, unit.working_nbytes(itemsize, tp))
+            working = max(working, beside)
         boundary = unit.boundary or boundary
     return (device, host), working

@@ -3,8 +3,9 @@
     tokens -> embedding -> position -> block 1 -> ... -> block L -> norm -> head -> loss       forward; backward is the reverse
 
 A unit's parameters are two lists of numbers of elements: those that tensor parallelism divides (*cut*), and those that all of its
-ranks hold (*whole*). Other numbers are per token and of the whole model: a rank of tp has the cut part divided by tp, and all of
-the whole part. A unit's *home* is the one whose flat buffers hold its parameters: a norm's the root, a tied head's the embedding.
+ranks hold (*whole*); those of them that an axis ep divides are also in a third (*experts*). Other numbers are per token and of the
+whole model: a rank of tp has the cut part divided by tp, and all of the whole part. A unit's *home* is the one whose flat buffers
+hold its parameters: a norm's the root, a tied head's the embedding.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ...config import Tier
 from ...errors import ConfigError
 from ...tensor.flat_layout import ALIGNMENT, round_up
 from ...tensor.state_codecs import coded_column
-from ...utils.axes import TP, cuts_model
+from ...utils.axes import EP, SP, TP, cuts_model
 from ...utils.state_format import StateFormat
 from ...zero.auto_wrap import LARGE_FRACTION, ROOT
 from ..models.gpt import NGRAM_LENGTHS, GPTConfig
@@ -43,7 +44,7 @@ _PARALLEL_LOSS = 1.75  # temporaries of torch's loss over a divided vocabulary, 
 class UnitProfile:
     """A part of the model that forward visits once, with parameters of its own or those of another unit.
 
-    cut, whole: elements of its parameters, see the head of this file. home: "": they are a unit of zs.shard by themselves.
+    cut, whole, experts: elements of its parameters, see the head of this file. home: "": they are a unit of zs.shard by themselves.
     flops: of a forward, per token (a multiplication and an addition are two); backward takes twice as many.
     last_flops: those of its last linear map, which a recomputed forward skips, since backward does not need the output.
     attention: those of fused attention, over the whole square of scores; causal: whether half of it is skipped.
@@ -56,12 +57,17 @@ class UnitProfile:
     boundary: elements per token of its output.
     tp_reduces: all-reduces of its output over tp in a forward; as many in a backward.
     block: whether it is one of the repeated blocks, which checkpointing recomputes, and between which stages of pp are cut.
+    routed: elements per token that are sent to experts, for each of its choices; as many come back. exchanged: elements per token of
+        the queries, and of the keys, of its attention, which ranks along sp exchange.
+    mlp: (elements per token that its MLPs keep inside, elements of their parameters); logits: elements per token of the loss; what
+        zs.long_context computes in tiles.
     packs: whether parameters and gradients are sent packed if that is asked for (zs.Compression.exempt names those that are not).
     """
 
     name: str
     cut: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
     home: str = ""
     flops: float = 0.0
     last_flops: float = 0.0
@@ -80,6 +86,10 @@ class UnitProfile:
     tp_reduces: int = 0
     block: bool = False
     packs: bool = False
+    routed: float = 0.0
+    exchanged: tuple[float, float] = (0.0, 0.0)
+    mlp: tuple[float, float] = (0.0, 0.0)
+    logits: float = 0.0
 
     @property
     def numel(self) -> int:
@@ -96,6 +106,10 @@ class UnitProfile:
     def saved_nbytes(self, itemsize: int, tp: int = 1) -> float:
         """Return the bytes per token that a forward keeps for backward."""
         return itemsize * (self.saved_cut / tp + self.saved_whole) + 4 * self.saved_fp32 / tp
+
+    def keys(self, sp: int, heads: int) -> float:
+        """Return the elements per token of keys as ranks along sp exchange them: `heads`, repeated so often that sp divides them."""
+        return self.exchanged[1] * sp // math.gcd(heads, sp)
 
     def moved_nbytes(self, itemsize: int, tp: int, backward: bool) -> float:
         """Return the bytes per token that kernels move between the device's memory and its cores in a forward, or a backward."""
@@ -115,7 +129,8 @@ class UnitProfile:
 class Home:
     """A unit of zs.shard: parameters that are gathered and reduced together. origin: of a part, the name of the split unit.
 
-    matrices: those of `cut`, and of `whole`, whose optimizer states may rest coded.
+    matrices: those of `cut`, and of `whole`, whose optimizer states may rest coded. divided: the parameters of a unit that ep
+    divides, with a rank's own elements: they have flat buffers, and Comms, of their own.
     """
 
     name: str
@@ -124,6 +139,7 @@ class Home:
     packs: bool
     origin: str = ""
     matrices: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    divided: bool = False
 
     @property
     def held(self) -> bool:
@@ -152,20 +168,27 @@ class Home:
         return tuple(found)
 
 
-def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None) -> list[Home]:
-    """Return the units that zs.shard makes, in the order in which forward comes to them, the root first.
+def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None, ep: int = 1) -> list[Home]:
+    """Return the units that zs.shard makes, in the order in which forward comes to them, the root first; of a unit with experts two
+    homes of one name, if several ranks along ep divide them.
 
     max_unit_numel: larger units are split, a matrix in each part; the runtime adds its bias to it, which differs only in padding.
     """
     found: dict[str, list[UnitProfile]] = {}
     for unit in units:
-        if unit.cut or unit.whole:
+        if unit.cut or unit.whole or unit.experts:
             found.setdefault(unit.home or unit.name, []).append(unit)
     homes = []
     for name, members in found.items():
         cut, whole = sum((u.cut for u in members), ()), sum((u.whole for u in members), ())
         matrices = sum((u.matrices(u.cut) for u in members), ()), sum((u.matrices(u.whole) for u in members), ())
-        homes.append(Home(name, cut, whole, all(u.packs for u in members), matrices=matrices))
+        experts, wide = sum((u.experts for u in members), ()), sum((u.matrices(u.experts) for u in members), ())
+        packs = all(u.packs for u in members)
+        if experts and ep > 1:  # tp is 1 then
+            own, states = tuple(n // ep for n in experts), ((), tuple(n // ep for n in wide))
+            homes.append(Home(name, (), own, packs, matrices=states, divided=True))
+            cut, whole, matrices = (), _without(cut + whole, experts), ((), _without(matrices[0] + matrices[1], wide))
+        homes.append(Home(name, cut, whole, packs, matrices=matrices))
     split: list[Home] = []
     for home in homes:
         numel = sum(home.cut) + sum(home.whole)
@@ -179,13 +202,23 @@ def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None) ->
         parts += [rest] if any(rest) else []
         for at, (cut, whole) in enumerate(parts):
             matrices = tuple(n for n in cut if n in home.matrices[0]), tuple(n for n in whole if n in home.matrices[1])
-            split.append(Home(f"{home.name}.{at}", cut, whole, home.packs, home.name, matrices))
+            split.append(replace(home, name=f"{home.name}.{at}", cut=cut, whole=whole, origin=home.name, matrices=matrices))
     return sorted(split, key=lambda home: not home.held)
+
+
+def _without(sizes: tuple[int, ...], some: tuple[int, ...]) -> tuple[int, ...]:
+    """Return sizes without those of some parameters; one sum where only sums are known."""
+    left = Counter(sizes)
+    left.subtract(Counter(some))
+    return (sum(sizes) - sum(some),) if min(left.values(), default=0) < 0 else tuple(left.elements())
 
 
 @dataclass(frozen=True, eq=False)
 class Profile:
     """A model as units, in the order of forward. seq: tokens of a sequence. heads: tp must divide them; 1: only tp = 1 is known.
+
+    experts: ep must divide them; 0: there are none. sp_heads: query heads, which sp must divide, and heads of keys; (1, 1): only
+    sp = 1 is known.
 
     tied: the name of the unit whose parameters the first and the last stage of a pipeline both hold.
     """
@@ -195,6 +228,8 @@ class Profile:
     seq: int
     heads: int = 1
     tied: str = ""
+    experts: int = 0
+    sp_heads: tuple[int, int] = (1, 1)
 
     @functools.cached_property
     def numel(self) -> int:
@@ -209,6 +244,27 @@ class Profile:
     @functools.cached_property
     def blocks(self) -> tuple[UnitProfile, ...]:
         return tuple(unit for unit in self.units if unit.block)
+
+    def check(self, ep: int, sp: int) -> None:
+        """Raise ConfigError if ep or sp ranks do not divide what they share."""
+        for axis, size, counts in ((EP, ep, (self.experts,)), (SP, sp, (self.sp_heads[0], self.seq))):
+            if size > 1 and any(count % size or not count for count in counts):
+                what = "experts" if axis == EP else "query heads and the tokens of a sequence"
+                raise ConfigError(
+                    f"{axis}={size}: expected a divisor of {math.gcd(*counts)}, over which the {what} of {self.name} are divided."
+                )
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  # a profile lives as long as a search
+    def over(self, ep: int) -> Profile:
+        """Return the profile of a rank's part along ep: units of the root that are large beside its blocks are homes of their own."""
+        if ep == 1 or not self.experts:
+            return self
+        block = max(unit.numel - sum(unit.experts) * (ep - 1) // ep for unit in self.blocks)
+        large = {unit.name for unit in self.units if unit.home == ROOT and unit.numel >= LARGE_FRACTION * block}
+        homes = {unit.name: "" if unit.name in large else unit.home for unit in self.units}
+        if self.tied in large:
+            homes[self.units[-1].name] = self.tied
+        return replace(self, units=tuple(replace(unit, home=homes[unit.name]) for unit in self.units))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # a profile lives as long as a search
     def stages(self, pp: int) -> tuple[tuple[UnitProfile, ...], ...]:
@@ -249,15 +305,26 @@ class Profile:
         square = 0 if kernels == _FLASH else shape.heads * shape.seq_len
         moved = tuple((cut * h + each * square, whole * h) for cut, whole, each in KERNELS.get(kernels, ()))
         linear = (4 + 2 * ratio) * h * h  # elements of qkv, out, up, out
+        mlp = (ratio * h * h, *[ratio * h] * bias, ratio * h * h)
         block = UnitProfile(
             "",
-            cut=(3 * h * h, *[3 * h] * bias, h * h, ratio * h * h, *[ratio * h] * bias, ratio * h * h),
+            cut=(3 * h * h, *[3 * h] * bias, h * h, *mlp),
             whole=(*[h] * (2 + 2 * bias), *[h] * (2 * bias)),  # two norms, and biases of what is cut by columns
             flops=2 * linear + 4 * shape.seq_len * h, last_flops=2 * ratio * h * h, kernels=10,
             products=4 if kernels == _FLASH else 6, attention=4 * shape.seq_len * h * (kernels == _FLASH), moved=moved,
             saved_cut=(4 + 2 * ratio) * h + 2 * square, saved_whole=4 * h, saved_fp32=shape.heads,
             working_cut=2 * ratio * h + square, working_whole=2 * h, boundary=h, tp_reduces=2, block=True, packs=True,
+            exchanged=(h, h), mlp=(2 * ratio * h, sum(mlp)),
         )  # fmt: skip
+        if shape.experts:  # each token's rows are sorted, multiplied twice and weighted; the router computes in fp32
+            rows, experts = shape.experts_per_token * h, (shape.experts * ratio * h * h,) * 2
+            block = replace(
+                block, cut=block.cut[: -len(mlp)], whole=(*block.whole[: len(block.whole) - bias], shape.experts * h, *experts),
+                experts=experts, routed=rows, last_flops=0.0, kernels=35, products=5, mlp=(0.0, 0.0),
+                flops=block.flops + 2 * h * shape.experts + 4 * ratio * h * (rows - h),
+                saved_cut=4 * h, saved_whole=4 * h + (2 + 2 * ratio) * rows, saved_fp32=shape.heads + shape.experts,
+                working_cut=0.0, working_whole=2 * h + (1 + 2 * ratio) * rows,
+            )  # fmt: skip
 
         def home(numel: int) -> str:
             return "" if numel >= LARGE_FRACTION * block.numel else ROOT  # as zero/auto_wrap.py decides
@@ -276,8 +343,10 @@ class Profile:
         units.append(UnitProfile(
             "head", cut=() if shape.tied else (vocab * h,), home=owner if shape.tied else home(vocab * h),
             flops=2 * h * vocab, kernels=6, products=1, saved_whole=h, saved_fp32=vocab, working_fp32=2 * vocab, packs=not shape.tied,
+            logits=vocab,
         ))  # fmt: skip
-        return cls(name, tuple(units), shape.seq_len, shape.heads, "embedding" if shape.tied else "")
+        tied, along_sp = "embedding" if shape.tied else "", 1 if shape.positions == "alibi" else shape.heads
+        return cls(name, tuple(units), shape.seq_len, shape.heads, tied, shape.experts, (along_sp, along_sp))
 
     @classmethod
     def of_plan(

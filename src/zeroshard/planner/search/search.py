@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ...config import CHOICES, Tier
 from ...errors import ConfigError, did_you_mean
 from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
-from ...utils.axes import DP, PP, TP
+from ...utils.axes import DP, EP, PP, SP, TP
 from ..plan import Plan, fullest, memories
 from ..recorder import tell
 from ..request import Request, gb
@@ -34,6 +34,7 @@ MARGIN = 0.1  # share of the memory that is left for what the formulas do not co
 _CONFIRMED = 2  # kinds of layouts whose dry runs are simulated: the fastest and the runner-up
 _TRIED = 24  # dry runs at the most, each some seconds or, of a hundred blocks, half a minute
 _LARGE_UNIT = 0.05  # share of the device's memory: blocks that take more when they are gathered may be split
+_LONG = 16_384  # tokens of a sequence from which on axes sp are tried: a shorter one's activations are the smaller part
 _EQUAL = 1.02  # times within this factor are taken to be the same
 
 _T = TypeVar("_T")
@@ -91,7 +92,7 @@ def search(
     Raises ConfigError if no layout divides the numbers evenly, or none fits; the message then says by how much.
     """
     profile, hardware, precision = profile_of(request), request.hardware, request.config.precision
-    fixed = {"node_size": request.ranks_of_node, **(fixed or {})}
+    fixed = {"node_size": request.ranks_of_node, **request.tiles, **(fixed or {})}
     counts: Counter[str] = Counter()
     ranked = by_formula(profile, hardware, request.ranks, global_batch, precision, fixed, lossy, margin, counts)
     confirmed = _confirmed(ranked, request, _limits(hardware, request.ranks, margin), counts)
@@ -152,6 +153,8 @@ def _check(
             f"{TP}={fixed[TP]}: expected a divisor of {profile.heads}, over which heads and vocabulary of {profile.name} are divided evenly; "
             f"the nearest: tp={near}."
         )
+    Layout(**{axis: fixed.get(axis, 1) for axis in (PP, TP, EP, SP)})  # raises ConfigError for axes that do not go together
+    profile.check(fixed.get(EP, 1), fixed.get(SP, 1))
     if fixed.get(PP, 1) > 1 and precision == "fp16":  # parallel/pipeline.py
         raise ConfigError(
             f"{PP}={fixed[PP]} with fp16: each stage would have a loss scale of its own. Use bf16, or leave out {PP}."
@@ -174,15 +177,19 @@ def _layouts(
     for tp in _divisors(math.gcd(profile.heads, devices)):
         if tp > node_size:  # computation would wait for all-reduces between nodes
             continue
-        for pp in _divisors(devices // tp):
-            dp = devices // tp // pp
-            if pp > len(profile.blocks) or global_batch % dp or (pp > 1 and (checkpoints == ("none",) or precision == "fp16")):
+        for pp, ep, sp in _axes_beside(profile, devices // tp, tp, node_size, fixed):
+            readers = devices // tp // pp // sp
+            if (
+                pp > len(profile.blocks)
+                or global_batch % readers
+                or (pp > 1 and (checkpoints == ("none",) or precision == "fp16"))
+            ):
                 continue
-            rows = global_batch // dp
+            rows = global_batch // readers
             for micro_batch in _divisors(rows):
                 if pp > 1 and rows // micro_batch < pp:  # stages would be idle most of the time
                     continue
-                common = {DP: dp, PP: pp, TP: tp, "micro_batch": micro_batch, "micro_batches": rows // micro_batch,
+                common = {DP: readers // ep, PP: pp, TP: tp, EP: ep, SP: sp, "micro_batch": micro_batch, "micro_batches": rows // micro_batch,
                           "precision": precision, "node_size": node_size, "separate": hardware.separate}  # fmt: skip
                 for checkpointing in checkpoints:
                     large = 2 * max(unit.numel for unit in profile.blocks) // tp > hardware.device.memory_nbytes * _LARGE_UNIT
@@ -192,13 +199,27 @@ def _layouts(
                     yield from _variants(hardware, common | {"checkpointing": checkpointing}, fixed, lossy, split)
 
 
+def _axes_beside(
+    profile: Profile, devices: int, tp: int, node_size: int, fixed: Mapping[str, Any]
+) -> Iterator[tuple[int, int, int]]:  # fmt: skip
+    """Yield numbers of ranks along pp, ep and sp that divide what they share; ep and sp only beside dp, and sp inside of a node."""
+    yield from ((pp, 1, 1) for pp in _divisors(devices))
+    if tp > 1:
+        return
+    yield from ((1, ep, 1) for ep in _divisors(math.gcd(profile.experts, devices))[1:] if profile.experts)
+    if profile.seq >= _LONG or fixed.get(SP, 1) > 1:
+        shared = math.gcd(profile.sp_heads[0], profile.seq, devices)
+        yield from ((1, 1, sp) for sp in _divisors(shared)[1:] if sp <= node_size or sp == fixed.get(SP))
+
+
 def _variants(
     hardware: Hardware, common: dict[str, Any], fixed: Mapping[str, Any], lossy: bool, split: int | None
 ) -> Iterator[Layout]:  # fmt: skip
     """Yield a mesh and batch with all stages, tiers, ways to send between nodes and (split: at stage 3) sizes of units."""
     if any(name in common and common[name] != value for name, value in fixed.items()):
         return
-    dp, inside = common[DP], max(common["node_size"] // common[TP], 1)
+    dp, inside = common[DP] * common[EP] * common[SP], max(common["node_size"] // common[TP], 1)
+    grouped = common[DP] if common[EP] > 1 else dp  # groups are of ranks with the same experts, too
     several = dp > inside and dp % inside == 0 and inside > 1
     for stage, tiers in CHOICES:
         plain = all(tier is Tier.DEVICE for tier in tiers)
@@ -208,18 +229,18 @@ def _variants(
         extras: list[dict[str, Any]] = [{}]
         if several:
             extras.append({"hops": "one"})
-        if several and stage == 3:
+        if several and stage == 3 and common[EP] == 1:
             extras += [{"hpz": inside}, {"shard_size": inside}]
         if several and lossy and stage:
             packed = {"quantized_weights": "int8", "quantized_gradients": "int4"}
-            extras += [packed, {**packed, "hpz": inside}] if stage == 3 else [packed]
+            extras += [packed, {**packed, "hpz": inside}] if stage == 3 and common[EP] == 1 else [packed]
         for extra in extras + [{**extra, "max_unit_numel": split} for extra in extras if split and stage == 3]:
             given = {**common, **states, **extra, **fixed}
             # a fixed field may lead to what zs.shard refuses: secondary shards need two hops and no groups, both divide dp
             refused = given.get("hpz", 1) > 1 and (given.get("shard_size") is not None or given.get("hops") == "one")
             # split masters are the parameters, which packing would round
             refused = refused or (given.get("master_weights") == "split" and stage < 3 and "quantized_weights" in given)
-            refused = refused or bool(dp % given.get("hpz", 1) or dp % (given.get("shard_size") or 1))
+            refused = refused or bool(grouped % given.get("hpz", 1) or grouped % (given.get("shard_size") or 1))
             if not refused and all(given[name] == value for name, value in (common | states).items()):
                 yield Layout(**given)
 
@@ -245,7 +266,7 @@ def in_order(found: Sequence[_T], of: Callable[[_T], tuple[float, Layout]]) -> l
         away = sum(tier is not Tier.DEVICE for tier in lay.tiers)
         packed = sum(codec is not None for codec in (lay.quantized_weights, lay.quantized_gradients))
         special = (lay.max_unit_numel is not None) + (lay.hpz > 1) + (lay.shard_size is not None) + (lay.hops != "two")
-        axes, kept = (lay.pp > 1) + (lay.tp > 1), lay.checkpointing != "none"
+        axes, kept = sum(size > 1 for axis, size in lay.mesh.items() if axis != DP), lay.checkpointing != "none"
         return False, (away, packed, axes, kept, special, lay.stage, lay.micro_batches), seconds
 
     return sorted(found, key=order)
@@ -254,7 +275,7 @@ def in_order(found: Sequence[_T], of: Callable[[_T], tuple[float, Layout]]) -> l
 def _kind(layout: Layout) -> tuple:
     """Return the fields that make two layouts different in kind; layouts of one kind differ only in details (the micro-batch)."""
     lay = layout
-    return lay.stage, lay.tiers, lay.pp, lay.tp, lay.checkpointing, lay.hpz, lay.shard_size, lay.quantized_weights
+    return lay.stage, lay.tiers, lay.pp, lay.tp, lay.ep, lay.sp, lay.checkpointing, lay.hpz, lay.shard_size, lay.quantized_weights
 
 
 def _confirmed(

@@ -28,15 +28,19 @@ _US = 1e6
 
 @dataclass(frozen=True)
 class Setting:
-    """The values that are the same along a curve. micro_batch: sequences of a rank; latency_s: of a hop, None: the hardware's."""
+    """The values that are the same along a curve. micro_batch: sequences of a rank; latency_s: of a hop, None: the hardware's.
+
+    mesh: ranks along the axes that a sweep varies, "tp=2,sp=1"; "": it varies none.
+    """
 
     micro_batch: int
     utilisation: float
     latency_s: float | None
+    mesh: str = ""
 
     def __str__(self) -> str:
         latency = "" if self.latency_s is None else f", {_US * self.latency_s:g} us a hop"
-        return f"micro-batch {self.micro_batch}, {100 * self.utilisation:g}% of bandwidth{latency}"
+        return f"{self.mesh}{', ' * bool(self.mesh)}micro-batch {self.micro_batch}, {100 * self.utilisation:g}% of bandwidth{latency}"
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,25 @@ class Sweep:
 
     def grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return the header and the rows of a table."""
-        header = ("ranks", "micro-batch", "bandwidth", "latency", "step", "TFLOPS a device", "tokens/s", "speed-up", "efficiency")
+        mesh = ("mesh",) * any(setting.mesh for setting in self.curves)
+        header = (
+            *mesh,
+            "ranks",
+            "micro-batch",
+            "bandwidth",
+            "latency",
+            "step",
+            "TFLOPS a device",
+            "tokens/s",
+            "speed-up",
+            "efficiency",
+        )
         rows: list[tuple[str, ...]] = []
         for row in self.rows:
             s = row.setting
             latency = "" if s.latency_s is None else f"{_US * s.latency_s:g} us"
             rows.append((
-                f"{row.ranks:,}", str(s.micro_batch), f"{s.utilisation:.0%}", latency, f"{two_digits(1e3 * row.step_s)} ms",
+                *(s.mesh for _ in mesh), f"{row.ranks:,}", str(s.micro_batch), f"{s.utilisation:.0%}", latency, f"{two_digits(1e3 * row.step_s)} ms",
                 two_digits(row.tflops), two_digits(row.tokens_per_s), f"{two_digits(row.speedup)} of {row.ideal:,.4g}",
                 f"{row.efficiency:.0%}",
             ))  # fmt: skip
