@@ -41,7 +41,7 @@ class Cell:
     micro: int = 2
     data: dict = field(default_factory=dict, hash=False)
     checkpointed: bool = False
-    prompts: bool = False  # the first tokens, all those of the first rank along sp, have no labels
+    prompts: int = 0  # so many first tokens have no labels: with 10, none of the first rank along sp has one
     options: dict = field(default_factory=dict, hash=False)
 
     @property
@@ -53,7 +53,7 @@ class Cell:
                 mesh,
                 f"stage{self.stage}",
                 *self.data,
-                *["prompts"] * self.prompts,
+                *[f"prompts{self.prompts}"] * bool(self.prompts),
                 *(str(each) for each in self.options.values() if not callable(each)),
             ]
         )
@@ -84,9 +84,9 @@ BUBBLE = {"schedule": "InterleavedZeroBubble"}
 CELLS = [
     Cell("llama", {"sp": 2, "tp": 2}, 3, data={"position_ids": PACKED}, checkpointed=True),
     Cell("qwen3", {"sp": 2, "tp": 2}, 1, options={"sequence_parallel": True}),
-    Cell("gpt2", {"sp": 2, "tp": 2}, 2, prompts=True, options={"loss": mean}),
+    Cell("gpt2", {"sp": 2, "tp": 2}, 2, prompts=10, options={"loss": mean}),
     Cell("mixtral", {"sp": 2, "tp": 2}, 0, micro=1),
-    Cell("llama", {"pp": 2, "sp": 2}, 1, prompts=True, checkpointed=True),
+    Cell("llama", {"pp": 2, "sp": 2}, 1, prompts=5, checkpointed=True),
     Cell("eager", {"pp": 2, "sp": 2}, 2, data={"attention_mask": PADDED}),
     Cell("qwen3", {"pp": 2, "sp": 2}, 3, data={"position_ids": PACKED}),
     Cell("gpt2", {"pp": 2, "sp": 2}, 0, micro=4, options={"schedule": "Interleaved1F1B"}),
@@ -124,7 +124,7 @@ def data_of(cell: Cell) -> list[dict]:
     more = {name: value.repeat(cell.places, 1) for name, value in cell.data.items()}
     found = batches(rows=ROWS * cell.places, tokens=TOKENS, steps=STEPS, **more)
     for batch in found if cell.prompts else ():
-        batch["labels"][:, :10] = -100
+        batch["labels"][:, : cell.prompts] = -100
         batch["labels"][::2, 10:13] = -100
     return found
 
@@ -214,7 +214,24 @@ def _on_ranks(rank: int, ranks: int, cells: list[Cell], folder: Path) -> dict:
         except Exception:
             found[cell.name] = traceback.format_exc()
             break  # ranks may stand in different places now
+    if ranks == 4 and len(found) == len(cells):
+        found["refused"] = refused(rank)
     return found
+
+
+def refused(rank: int) -> str:
+    """A batch that can not be cut, and one that differs along sp; the run goes on."""
+    run = zs.parallelize(made("llama", 2), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp")), micro_batches=2)
+    odd, same = torch.zeros(2, 15, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long)
+    with pytest.raises(zs.ConfigError, match=r"targets \(2, 15\): expected whole sequences .* that the 2 ranks along sp divide"):
+        run.backward(odd, odd)
+    with pytest.raises(zs.ConfigError, match="sp: ranks along it have different inputs"):
+        run.backward(same + rank % 2, same)
+    with pytest.raises(zs.ConfigError, match=r"attention_mask: expected shape \(2, 16\) \(batch, tokens\), got \(3, 16\)"):
+        run.backward(same, same, attention_mask=torch.ones(3, 16, dtype=torch.long))
+    run.backward(same, same)
+    run.close()
+    return "refused"
 
 
 @functools.cache
@@ -245,3 +262,8 @@ def test_equal_to_one_process(cell):
         zs.load(folder / cell.name / "mesh", model, stepper)
         for name, value in zs.full_state_dict(model, masters=True).items():
             assert torch.equal(value, union[name]), name
+
+
+def test_batches_that_can_not_be_cut_are_refused_on_every_rank():
+    _, _, everyone = results(4)
+    assert [found["refused"] for found in everyone] == ["refused"] * 4

@@ -330,7 +330,7 @@ def test_batches_that_ranks_see_differently_or_that_are_not_cut_are_refused():
             zs.shard_sequence(batch | {"attention_mask": torch.ones(2, 1, 16, 16)}, model)
         zs.shard_sequence(batch if rank == 0 else batch | {"input_ids": batch["input_ids"] + 1}, model)
 
-    refused(2, run, r"ranks along sp have different input_ids .*ShardedSampler\(len\(dataset\), mesh=mesh\)")
+    refused(2, run, r"sp: ranks along it have different input_ids .*ShardedSampler\(len\(dataset\), mesh=mesh\)")
     refused(2, lambda rank: zs.shard(models[2 + rank], None, mesh={"dp": 3, "sp": 2}), "product is the number of ranks, 2")
     refused(2, lambda rank: zs.shard(models[2 + rank], None, mesh={"tp": 2}), "Axes that cut parameters need process groups")
     refused(2, lambda rank: zs.ShardedSampler(4, rank=0, world_size=1, mesh={"sp": 2}), "give one of them")

@@ -153,7 +153,7 @@ def check_same(entries: Mapping[str, Any], comm: DirectComm) -> None:
         f"rank {rank}: {told.get(different, ['none'])[0]}" for rank, told in zip(comm.ranks, everyone, strict=True)
     )
     raise ConfigError(
-        f"zs.shard_sequence: ranks along sp have different {different} ({shapes}), and each has tokens of the same sequences. Give them the "
+        f"sp: ranks along it have different {different} ({shapes}), and each has tokens of the same sequences. Give them the "
         "same batches: zs.ShardedSampler(len(dataset), mesh=mesh), or a loader whose rank is the index along dp."
     )
 
