@@ -10,6 +10,8 @@ Without pipeline parallelism there is one stage, and nothing is exchanged.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ..comm.codec import exchange_values
@@ -60,6 +62,30 @@ class Stages:
         for number, group in enumerate(found) if self.several else ():
             group["params"] = list(dict.fromkeys(name for each in self.told for name in each["members"][number]))
         return found
+
+
+def names_by_stage(
+    layers: Sequence[str], saved: Sequence[dict[str, Any]], present: Sequence[dict[str, Any]]
+) -> dict[tuple[int, int], str]:
+    """Return the parameter of each (stage, number) in groups that DeepSpeed's stages saved, from the model's groups of names.
+
+    A stage numbers its parameters group by group, in a group those of tied layers first, then layer by layer. Where stages began
+    is found from how many parameters each has.
+    """
+    counts = Counter(stage for group in saved for stage, _ in group["params"])
+    own: dict[str, list[str]] = {layer: [] for layer in layers}
+    for name in (name for group in present for name in group["params"]):
+        own[next(layer for layer in layers if name.startswith(f"{layer}."))].append(name)
+    found, rest = dict[tuple[int, int], str](), list(layers)
+    for stage, count in sorted(counts.items()):
+        held: list[str] = []
+        while rest and sum(len(own[layer]) for layer in {*held, rest[0]}) <= count:
+            held.append(rest.pop(0))
+        names = [name for layer in sorted(dict.fromkeys(held), key=str.isdigit) for name in own[layer]]
+        for theirs, mine in zip(saved, present, strict=True):
+            numbers = [member for member in theirs["params"] if member[0] == stage]
+            found |= dict(zip(numbers, [name for name in names if name in mine["params"]], strict=False))
+    return found
 
 
 def _names(runtime: Runtime) -> set[str]:
