@@ -11,6 +11,7 @@ import pytest
 from deepspeed_proof import CHECKPOINTS, KEPT, PROGRAMS, RECORDED, differences
 
 import zeroshard.deepspeed as deepspeed
+from zeroshard.checkpoint.stages import names_by_stage
 from zeroshard.comm.launch import run_processes
 
 CASES = [  # recorded cell, ZeRO stage that goes on, name of the cell, number of pipeline stages
@@ -45,3 +46,20 @@ def test_training_goes_on_from_deepspeeds_checkpoints():
     assert {cell for cell, *_ in CASES} == set(KEPT)
     for (cell, *how), told in zip(CASES, run_processes(_go_on, 2, timeout_s=300)[0], strict=True):
         assert not differences(told, record[cell]), (cell, how)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [(("embed", "1", "2"), ("embed", "4")), (("embed", "1", "2", "embed"), ("4",)), (("embed", "1"), ("2", "embed", "4"))],
+)
+def test_numbers_of_stages_are_told_apart_by_how_many_there_are(stages):
+    sizes = {"embed": ["embed.w"], "1": ["1.a", "1.b"], "2": ["2.a", "2.b"], "4": ["4.a", "4.b"]}
+    tied_first = [sorted(dict.fromkeys(held), key=str.isdigit) for held in stages]
+    wanted = {
+        (stage, number): name
+        for stage, held in enumerate(tied_first)
+        for number, name in enumerate(name for layer in held for name in sizes[layer])
+    }
+    present = [{"params": [name for names in sizes.values() for name in names]}]
+    assert names_by_stage(["embed", "1", "2", "embed", "4"], [{"params": list(wanted)}], present) == wanted
+    assert names_by_stage(["embed", "1"], [{"params": [(0, 0)]}], [{"params": ["1.a", "1.b"]}]) == {}

@@ -124,9 +124,10 @@ class Opened:
     def name_layers(self, layers: Sequence[str]) -> None:
         """Give the tensors of numbered layers their names in a model: layers[3] + ".weight" for "3.weight", unless it has that."""
         for tensors in (self.model, self.module_readers):
-            for name in [name for name in tensors if layers and name.partition(".")[0].isdigit()]:
+            for name in list(tensors):
                 number, _, rest = name.partition(".")
-                tensors.setdefault(f"{layers[int(number)]}.{rest}", tensors.pop(name))  # type: ignore[arg-type]
+                if number.isdigit() and int(number) < len(layers):
+                    tensors.setdefault(f"{layers[int(number)]}.{rest}", tensors.pop(name))  # type: ignore[arg-type]
 
     def fit(self, wanted: Iterable[str]) -> None:
         """Strip wrappers' prefixes from names, or add them, if more names are then among the wanted ones."""

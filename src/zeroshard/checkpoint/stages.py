@@ -11,7 +11,7 @@ Without pipeline parallelism there is one stage, and nothing is exchanged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..comm.codec import exchange_values
@@ -72,19 +72,24 @@ def names_by_stage(
     A stage numbers its parameters group by group, in a group those of tied layers first, then layer by layer. Where stages began
     is found from how many parameters each has.
     """
-    counts = Counter(stage for group in saved for stage, _ in group["params"])
-    own: dict[str, list[str]] = {layer: [] for layer in layers}
-    for name in (name for group in present for name in group["params"]):
-        own[next(layer for layer in layers if name.startswith(f"{layer}."))].append(name)
-    found, rest = dict[tuple[int, int], str](), list(layers)
-    for stage, count in sorted(counts.items()):
-        held: list[str] = []
-        while rest and sum(len(own[layer]) for layer in {*held, rest[0]}) <= count:
-            held.append(rest.pop(0))
-        names = [name for layer in sorted(dict.fromkeys(held), key=str.isdigit) for name in own[layer]]
+    counts = sorted(Counter(stage for group in saved for stage, _ in group["params"]).items())
+    names = [name for group in present for name in group["params"]]
+    own = {layer: [name for name in names if name.startswith(f"{layer}.")] for layer in layers}
+
+    def cuts(first: int, left: Sequence[tuple[int, int]]) -> Iterator[list[Sequence[str]]]:
+        """Yield each division of the layers from `first` on among stages that has as many parameters in each as were saved."""
+        if not left and not any(own[layer] for layer in layers[first:]):
+            yield []
+        for stop in range(first, len(layers) + 1) if left else ():
+            if sum(len(own[layer]) for layer in set(layers[first:stop])) == left[0][1]:
+                yield from ([layers[first:stop], *rest] for rest in cuts(stop, left[1:]))
+
+    found: dict[tuple[int, int], str] = {}
+    for (stage, _), held in zip(counts, next(cuts(0, counts), []), strict=False):  # none: the members will differ
+        ordered = [name for layer in sorted(dict.fromkeys(held), key=str.isdigit) for name in own[layer]]
         for theirs, mine in zip(saved, present, strict=True):
             numbers = [member for member in theirs["params"] if member[0] == stage]
-            found |= dict(zip(numbers, [name for name in names if name in mine["params"]], strict=False))
+            found |= dict(zip(numbers, [name for name in ordered if name in mine["params"]], strict=False))
     return found
 
 

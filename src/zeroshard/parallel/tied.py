@@ -52,7 +52,10 @@ class TiedParameters:
         self._before: dict[tuple, Tensor] = {}  # tie -> gradient of earlier steps, already summed over copies
         self.holders = {key: {number: rank_of[number] for number, _ in key} for told in mine for key in told}
         for key in sorted(self.holders):
-            layouts = {name: told[key][number] for told in mine if key in told for number, name in key if number in told[key]}
+            layouts = {
+                f"{name} of stage {number}": told[key][number]
+                for told in mine if key in told for number, name in key if number in told[key]
+            }  # fmt: skip
             if len(set(layouts.values())) > 1:
                 raise ModelMismatch(
                     f"{' and '.join(layouts)} are tied across pipeline stages, which hold them differently: {layouts} (dtype, begin and end of the "

@@ -57,7 +57,7 @@ from .torch_file import StandIn, is_tensor, open_torch_file, plain
 from .torch_state_dict import add_optimizer, objects_of
 
 _RANK = re.compile(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_00)?-model_states\.pt")
 _EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_00_model_states\.pt")
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 _OF_THE_MODEL = {

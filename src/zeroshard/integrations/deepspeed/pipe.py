@@ -32,10 +32,6 @@ class PipelineError(Exception):
 
 def check_config(config: DeepSpeedConfig, stages: int) -> None:
     """Raise DeepSpeedConfigError for what a pipeline of several stages does not have."""
-    if config.float16_config.enabled and stages > 1:
-        raise DeepSpeedConfigError(
-            "fp16.enabled with pipeline stages, each of which would have a loss scale of its own: use bf16."
-        )
     if config.gradient_allreduce_op == "sum":
         raise DeepSpeedConfigError('gradient_allreduce_op "sum" with a PipelineModule: use "mean", and scale the loss.')
 
