@@ -102,8 +102,9 @@ def one_process():
     return [each.item() for each in losses], norms, loss(STEPS).item()
 
 
-def _engine(stage, stages=2, method="parameters", **options):
+def _engine(stage, stages=2, method="parameters", frozen=False, **options):
     net = PipelineModule(layers(), num_stages=stages, loss_fn=loss_of, partition_method=method, **options)
+    net.tied_modules.requires_grad_(not frozen)
     return deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config(stage))[0]
 
 
@@ -121,6 +122,7 @@ def _pipelines(rank, ranks, folder):
         (0, {}),
         (1, {"method": "uniform", "activation_checkpoint_interval": 2}),
         (2, {"method": "type:block"}),
+        (3, {}),
     ):
         engine = _engine(stage, **options)
         told[stage] = _trains(engine)
@@ -172,16 +174,15 @@ def _mistakes(rank):
         yield from itertools.islice(data(0, 0), 2)
         raise OSError("the disk is gone")
 
-    fp16 = config(1, fp16={"enabled": True})
     wrong = (
         lambda: engine(torch.zeros(1)), engine.step, lambda: engine.save_16bit_model("x"),
         lambda: engine.train_batch(broken() if rank == 0 else data(0, 0)),
         lambda: PipelineModule(layers()), lambda: PipelineModule(layers(), num_stages=3),
         lambda: PipelineModule(layers()[:1], num_stages=2), lambda: PipelineModule(layers(), num_stages=2, partition_method="type:x"),
         lambda: PipelineModule(layers(), topology=PipeModelDataParallelTopology(2, 2, 1)),
-        lambda: deepspeed.initialize(model=PipelineModule(layers(), num_stages=2), config=fp16),
         lambda: PipelineModule([TiedLayerSpec("a", nn.Linear, 2, 2), TiedLayerSpec("a", nn.LayerNorm, 2, tied_weight_attr="x")],
                                num_stages=2),
+        lambda: _engine(1, frozen=rank < 2),
     )  # fmt: skip
     for each in wrong:
         with pytest.raises((RuntimeError, PipelineError, zs.ZeroshardError, sections.DeepSpeedConfigError, OSError)) as caught:
@@ -196,11 +197,11 @@ def test_pipelines_train_as_one_process(tmp_path):
     losses, norms, evaluated = one_process()
     results = run_processes(_pipelines, 4, str(tmp_path), timeout_s=300)
     for rank, (told, cuts, values, said) in enumerate(results):
-        for stage in (0, 1, 2):
+        for stage in (0, 1, 2, 3):
             torch.testing.assert_close(torch.tensor(told[stage][0]), torch.tensor(losses), rtol=0, atol=2e-6)
             torch.testing.assert_close(torch.tensor(told[stage][1]), torch.tensor(norms), rtol=0, atol=1e-5)
             assert abs(told[stage][2] - evaluated) < 2e-6
-        assert cuts == [[0, 3, 6], [0, 3, 6], [0, 3, 6]]
+        assert cuts == [[0, 3, 6]] * 4
         torch.testing.assert_close(torch.tensor(told["resumed"][0]), torch.tensor(losses[1:]), rtol=0, atol=2e-6)
         assert abs(told["resumed"][1] - evaluated) < 2e-6
         last = rank >= 2
@@ -208,7 +209,8 @@ def test_pipelines_train_as_one_process(tmp_path):
         assert abs(values[3] - losses[0]) < 2e-6 and values[4] == ["StopIteration", "ValueError"]
         sentences = (
             "Only train_batch", "Only train_batch", "zero_to_fp32", "the disk is gone", "must provide num_stages", "must divide",
-            "1 layers for 2 stages", "no valid layers", "expected the axes pipe and data", "use bf16", "no parameter 'x'",
+            "1 layers for 2 stages", "no valid layers", "expected the axes pipe and data", "no parameter 'x'",
+            "freeze all copies or none",
         )  # fmt: skip
         for sentence, text in zip(sentences, said, strict=True):
             assert sentence in text, text

@@ -71,6 +71,24 @@ def test_sharded_they_step_with_the_fused_kernel(cls, options, reference, more, 
         torch.testing.assert_close(got, expected(reference, options, more), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("stage", [None, 0, 2])
+def test_adagrad_takes_sparse_gradients(stage):
+    def train_embedding(sparse, cls, stage=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2))
+        optimizer = cls(net.parameters(), lr=0.1)
+        if stage is not None:
+            net, optimizer = zs.shard(net, optimizer, stage=stage)
+        for step in range(3):
+            net(torch.tensor([1, 2, 1, step])).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.state_dict() if stage is None else zs.full_state_dict(net)
+
+    got = train_embedding(True, ours.DeepSpeedCPUAdagrad, stage)
+    torch.testing.assert_close(got, train_embedding(False, torch.optim.Adagrad), rtol=0, atol=1e-6)
+
+
 def test_arguments_and_attributes_are_deepspeeds():
     params = list(model().parameters())
     cpu = ours.DeepSpeedCPUAdam(params, fp32_optimizer_states=False)

@@ -1,5 +1,6 @@
 """Pipelines of 2 ranks x 2 data-parallel ranks: bits of one process, in one world of 4 processes for all cells."""
 
+import contextlib
 import os
 import time
 
@@ -42,12 +43,13 @@ CELLS = (
 )
 
 
-def _stages(mesh, stage, schedule, per_rank, tied, max_norm=None):
+def _stages(mesh, stage, schedule, per_rank, tied, max_norm=None, **options):
     pp = mesh["pp"]
     own = stages_of(pp.get_local_rank(), 2, per_rank, schedule)
     modules = cut_stages(kit.model(tied), 2 * per_rank, own)
     sharded = [
-        zs.shard(module, kit.adamw(module.parameters()), mesh=mesh, stage=stage, max_grad_norm=max_norm) for module in modules
+        zs.shard(module, kit.adamw(module.parameters()), mesh=mesh, stage=stage, max_grad_norm=max_norm, **options)
+        for module in modules
     ]
     modules, optimizers = zip(*sharded, strict=True)
     return Pipeline(modules, pp, micro_batches=kit.MICRO, loss=kit.loss, schedule=schedule), modules, optimizers
@@ -108,11 +110,68 @@ def _adds_up(mesh):
     return found
 
 
+HALF = {"precision": "fp16", "initial_loss_scale": 2.0**20, "loss_scale_window": 2, "loss_scale_hysteresis": 1}  # overflows first
+HALF_STEPS = 8
+HALF_CELLS = [(0, "1F1B", 1), (1, "GPipe", 1), (3, "1F1B", 1), (2, "InterleavedZeroBubble", 2), (1, "ZBVZeroBubble", 2)]
+
+
+def _half(step, optimizer):
+    """What a step in fp16 tells: the loss, the norm (0 if it was skipped), whether it was skipped, the scale that it had."""
+    value = step().item()
+    optimizer.step()
+    optimizer.zero_grad()
+    done = optimizer.last_step
+    return value, 0.0 if done.skipped else done.grad_norm, done.skipped, done.loss_scale
+
+
+def _trains_in_half(mesh, *cell):
+    pipeline, modules, optimizers = _stages(mesh, *cell, False, 0.5, **HALF)
+
+    def step(number):
+        tokens, targets = kit.batch(number, mesh["dp"].get_local_rank())
+        return pipeline.step(tokens, target=targets)
+
+    told = []
+    for number in range(HALF_STEPS):
+        told.append(_half(lambda number=number: step(number), optimizers[0]))
+        for optimizer in optimizers[1:]:
+            optimizer.step()
+            optimizer.zero_grad()
+    for module in modules:
+        zs.close(module)
+    return told
+
+
+def _one_in_half():
+    """The same of one process: both data-parallel ranks' losses, and what the steps tell. Its scale is twice as large, because it
+    takes the mean over both before the backward."""
+    model, losses = kit.model(False), []
+    model, optimizer = zs.shard(model, kit.adamw(model.parameters()), max_grad_norm=0.5, **HALF | {"initial_loss_scale": 2.0**21})
+
+    def step(number):
+        batches = [kit.batch(number, dp) for dp in range(2)]
+        parts = [(x, y) for each in batches for x, y in zip(*(rows.chunk(kit.MICRO) for rows in each), strict=True)]
+        found = []
+        for at, (x, y) in enumerate(parts):
+            with zs.accumulate(model) if at < len(parts) - 1 else contextlib.nullcontext():
+                value = kit.loss(model(x), y) / kit.MICRO
+                (value / 2).backward()
+                found.append(value.detach())
+        losses.append([sum(found[: kit.MICRO]).item(), sum(found[kit.MICRO :]).item()])
+        return torch.zeros(())
+
+    told = [_half(lambda number=number: step(number), optimizer)[1:] for number in range(HALF_STEPS)]
+    zs.close(model)
+    return losses, told
+
+
 def _all(rank, ranks, cells):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    return mesh["dp"].get_local_rank(), {cell: _train(mesh, *cell) for cell in cells}, _skips(mesh, rank), _adds_up(mesh)
+    half = {cell: _trains_in_half(mesh, *cell) for cell in HALF_CELLS}
+    trained = {cell: _train(mesh, *cell) for cell in cells}
+    return mesh["dp"].get_local_rank(), trained, half, _skips(mesh, rank), _adds_up(mesh)
 
 
 @pytest.mark.processes
@@ -130,7 +189,15 @@ def test_bits_of_one_process():
             for name, value in found[cell][1].items():
                 torch.testing.assert_close(value, values[name], rtol=0, atol=atol, msg=f"{cell}: {name}")
         assert {name for _, found, *_ in results for name in found[cell][1]} == set(values)
-    for _, _, skipped, (once, twice) in results:
+    losses, one = _one_in_half()
+    assert 0 < sum(skipped for _, skipped, _ in one) < HALF_STEPS - 3
+    for dp, _, half, *_ in results:
+        for cell, told in half.items():
+            assert [(skipped, 2 * scale) for *_, skipped, scale in told] == [row[1:] for row in one], cell
+            norms = [row[0] for row in one]
+            torch.testing.assert_close([norm for _, norm, *_ in told], norms, rtol=1e-3, atol=0, msg=f"{cell}")
+            torch.testing.assert_close([loss for loss, *_ in told], [row[dp] for row in losses], rtol=0, atol=2e-4, msg=f"{cell}")
+    for *_, skipped, (once, twice) in results:
         assert skipped == [[True, True], [False, False]], "stages of one rank have one verdict"
         torch.testing.assert_close(twice, 2 * once)
 
@@ -163,7 +230,6 @@ def _once_and_bad_input(rank, ranks):
         lambda: pipeline.step(tokens[:6], target=targets[:6]),
         lambda: _pipeline(mesh, micro_batches=2 if mesh["dp"].get_local_rank() else 4),
         lambda: _pipeline(mesh, micro_batches=2 if mesh["pp"].get_local_rank() else 4),
-        lambda: _pipeline(mesh, precision="fp16"),
         lambda: _pipeline(mesh, comm=mesh["dp"]),
         lambda: Pipeline([stage, stage], mesh["pp"], micro_batches=4, loss=kit.loss),
         lambda: Pipeline(stage, mesh["pp"], micro_batches=4, loss=kit.loss, schedule="1F2B"),
@@ -179,7 +245,7 @@ def test_one_reduction_a_step_and_a_sentence_on_every_rank():
     for once, *said in run_processes(_once_and_bad_input, WORLD, timeout_s=100):
         assert once == (once[1], once[1], True), "each group is reduced once, and that begins inside of the last backward"
         sentences = (
-            "a batch of [6] rows", "data-parallel ranks", "have built different pipelines", "fp16", "data-parallel ranks alone",
+            "a batch of [6] rows", "data-parallel ranks", "have built different pipelines", "data-parallel ranks alone",
             "2 stages a rank", "schedule: expected", "have given different batches",
         )  # fmt: skip
         for sentence, text in zip(sentences, said, strict=True):

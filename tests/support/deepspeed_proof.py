@@ -2,11 +2,13 @@
 
     python tests/support/deepspeed_proof.py PYTHON [PROGRAM ...]    # PYTHON: with deepspeed 0.19.8. Writes RECORDED anew
 
-A cell (deepspeed_programs/cells.py) is one training of a program there, on two CPU ranks in fp32.
+A cell (deepspeed_programs/cells.py) is one training of a program there, on two CPU ranks (RANKS: another number) in fp32. The
+checkpoints that DeepSpeed writes in the cells of KEPT are kept as well.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,26 +21,31 @@ from zeroshard.comm.launch import free_port, rank_environment
 
 PROGRAMS = Path(__file__).parent / "deepspeed_programs"
 RECORDED = Path(__file__).parents[1] / "data" / "deepspeed_numbers.json"
+CHECKPOINTS = Path(__file__).parents[1] / "integrations" / "recorded"
+KEPT = ("pipeline/0/4/tied", "pipeline/1/4/tied", "pipeline/1/4/one_stage", "experts/0/2/ep2-k1", "experts/1/2/ep2-k1")
 NEEDS = {  # program: packages besides torch and deepspeed
     "raw_engine": (), "options": (), "accelerate_loop": ("accelerate", "transformers"), "trainer": ("accelerate", "transformers"),
     "lora": ("accelerate", "transformers", "peft"), "lightning_strategy": ("lightning",), "fabric_loop": ("lightning",),
+    "pipeline": (), "pipeline_of_four": (), "experts": (), "tensor_parallel": ("transformers",), "sequences": ("transformers",),
 }  # fmt: skip
+RANKS = {"pipeline_of_four": 4}
 VERSIONS = ("deepspeed", "torch", "accelerate", "transformers", "lightning", "peft")
 TOLERANCE, WEIGHTS_TOLERANCE = 1e-5, 5e-5  # a weight is told as the sum of its elements, each times at most 1
 
 
 def numbers(cells: list[str], folder: Path, deepspeed_python: str | None = None, limit_s: float = 170) -> dict:
-    """{cell: {"whole": ..., "resumed": ...}} as zeroshard has them, or the real DeepSpeed of that Python. Two processes."""
+    """{cell: {"whole": ..., "resumed": ...}} as zeroshard has them, or the real DeepSpeed of that Python. A process for each rank."""
     folder.mkdir(parents=True)
+    count = RANKS.get(cells[0].partition("/")[0], 2)
     command = [deepspeed_python] if deepspeed_python else [sys.executable, "-m", "zeroshard.deepspeed"]
     command += [str(PROGRAMS / "run.py"), str(folder / "numbers.json"), *cells]
     path = {} if deepspeed_python else {"PYTHONPATH": os.pathsep.join(sys.path)}
     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | path
     own |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     port, deadline = free_port(), time.monotonic() + limit_s
-    logs = [open(folder / f"rank{rank}.log", "w+") for rank in range(2)]  # noqa: SIM115  # closed below
+    logs = [open(folder / f"rank{rank}.log", "w+") for rank in range(count)]  # noqa: SIM115  # closed below
     ranks = [
-        subprocess.Popen(command, env=own | rank_environment(rank, 2, port), cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        subprocess.Popen(command, env=own | rank_environment(rank, count, port), cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         for rank, log in enumerate(logs)
     ]
     try:
@@ -49,7 +56,7 @@ def numbers(cells: list[str], folder: Path, deepspeed_python: str | None = None,
             rank.wait()
             log.close()
     told = "\n".join(Path(log.name).read_text()[-3000:] for log in logs)
-    assert codes == [0, 0], f"exit codes {codes} of {' '.join(command)}:\n{told}"
+    assert codes == [0] * count, f"exit codes {codes} of {' '.join(command)}:\n{told}"
     return json.loads((folder / "numbers.json").read_text())
 
 
@@ -75,6 +82,10 @@ def record(deepspeed_python: str, programs: list[str]) -> None:
         cells = [cell for cell in CELLS if cell.startswith(program + "/") and cell not in REFERENCE]
         with tempfile.TemporaryDirectory() as folder:
             found = numbers(cells, Path(folder) / program, deepspeed_python, limit_s=1800)
+            for name in (cell.replace("/", "-") for cell in cells if cell in KEPT):
+                ignored = shutil.ignore_patterns("*.py")  # DeepSpeed's script
+                shutil.rmtree(CHECKPOINTS / name, ignore_errors=True)
+                shutil.copytree(Path(folder) / program / name, CHECKPOINTS / name, ignore=ignored)
         for cell, told in found.items():
             recorded[cell] = {name: [float(f"{value:.8g}") for value in values] for name, values in told["whole"].items()}
             for what in differences(told.get("resumed", {}), told["whole"]):

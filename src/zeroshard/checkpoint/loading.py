@@ -43,7 +43,7 @@ from .manifest import Manifest
 from .resolver import agreed, check_digests, check_tensors, hinted, use_any
 from .saving import core_of, saver_of
 from .source import Opened, name_left_out, read_value
-from .stages import Stages, agree
+from .stages import Stages, agree, names_by_stage
 from .user_state import check_named, check_target, slices_of
 
 _SPARE = 1.25  # memory for a second copy of a state is allocated only if this many times its size is available
@@ -204,6 +204,8 @@ class _Loading:
             for spec in (spec for group in self.runtime.groups for spec in group.specs):
                 self.aliases |= dict.fromkeys(safetensors.names_of(prefixes, spec), spec.whole_name)
                 self.aliases.pop(spec.whole_name, None)
+        if not self.opened.ours:
+            self.opened.name_layers(self._layers)
         self.opened.fit(self.stages.names)
         if not self.opened.ours:
             module_state.read_objects(self.runtime.model, self.opened, self.comm.rank)
@@ -270,13 +272,16 @@ class _Loading:
         if len(self.groups) != len(present):
             return [f"  optimizer: saved {len(self.groups)} parameter groups, wanted {len(present)}"]
         pairs, names = list(enumerate(zip(self.groups, present, strict=True))), dict[Any, str](self.aliases)
+        by_stage = bool(self._layers) and all(isinstance(one, tuple) for group in self.groups for one in group["params"])
         for number, (given, mine) in pairs if not self.opened.ours else ():
             kinds = [_KINDS & group.keys() for group in (given, mine)]
             if kinds[0] != kinds[1] and given.keys() != {"params"}:  # {"params"} alone: options were not saved
                 options = [", ".join(sorted(kind)) or "none of its own" for kind in kinds]
                 told = f"saved by another kind, with {options[0]}; wanted {options[1]}"
                 return [f"  optimizer: {told}: load it with optimizer=None to take the model alone"]
-            numbered = [member for member in given["params"] if isinstance(member, int)]
+            numbered = [member for member in given["params"] if not isinstance(member, str)]
+            if by_stage:
+                continue
             if numbered and self.stages.several:
                 told = "the checkpoint numbers its parameters, and a stage of a pipeline does not know the numbers of its own"
                 return [f"  optimizer: {told}: load it in a run without stages, and save it there by zs.save"]
@@ -284,8 +289,10 @@ class _Loading:
                 return [f"  optimizer group {number}: saved {len(given['params'])} parameters, wanted {len(mine['params'])}"]
             names |= dict(zip(numbered, mine["params"], strict=False))
         if not self.opened.ours:
+            if by_stage:
+                names |= names_by_stage(self._layers, self.groups, present)
             for group in self.groups:
-                group["params"] = [names.get(member, member) for member in group["params"]]
+                group["params"] = list(dict.fromkeys(names.get(member, member) for member in group["params"]))
             self.opened.states = {names.get(key, key): state for key, state in self.opened.states.items()}
         problems = []
         for number, (given, mine) in pairs:
@@ -295,6 +302,11 @@ class _Loading:
         if problems:
             problems[-1] += ": load it with optimizer=None to take the model alone"
         return problems or self._find_states()
+
+    @property
+    def _layers(self) -> tuple[str, ...]:
+        """The name of each layer of a model that is a list of layers, as DeepSpeed's pipelines are; () for other models."""
+        return getattr(getattr(self.runtime.model, "pipeline_stage", None), "layers", ())
 
     @property
     def _by_stages(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,14 @@ class Opened:
                 pass
             left.append(name)
         return objects, left
+
+    def name_layers(self, layers: Sequence[str]) -> None:
+        """Give the tensors of numbered layers their names in a model: layers[3] + ".weight" for "3.weight", unless it has that."""
+        for tensors in (self.model, self.module_readers):
+            for name in list(tensors):
+                number, _, rest = name.partition(".")
+                if number.isdigit() and int(number) < len(layers):
+                    tensors.setdefault(f"{layers[int(number)]}.{rest}", tensors.pop(name))  # type: ignore[arg-type]
 
     def fit(self, wanted: Iterable[str]) -> None:
         """Strip wrappers' prefixes from names, or add them, if more names are then among the wanted ones."""

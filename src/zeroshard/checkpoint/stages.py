@@ -10,6 +10,8 @@ Without pipeline parallelism there is one stage, and nothing is exchanged.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..comm.codec import exchange_values
@@ -60,6 +62,35 @@ class Stages:
         for number, group in enumerate(found) if self.several else ():
             group["params"] = list(dict.fromkeys(name for each in self.told for name in each["members"][number]))
         return found
+
+
+def names_by_stage(
+    layers: Sequence[str], saved: Sequence[dict[str, Any]], present: Sequence[dict[str, Any]]
+) -> dict[tuple[int, int], str]:
+    """Return the parameter of each (stage, number) in groups that DeepSpeed's stages saved, from the model's groups of names.
+
+    A stage numbers its parameters group by group, in a group those of tied layers first, then layer by layer. Where stages began
+    is found from how many parameters each has.
+    """
+    counts = sorted(Counter(stage for group in saved for stage, _ in group["params"]).items())
+    names = [name for group in present for name in group["params"]]
+    own = {layer: [name for name in names if name.startswith(f"{layer}.")] for layer in layers}
+
+    def cuts(first: int, left: Sequence[tuple[int, int]]) -> Iterator[list[Sequence[str]]]:
+        """Yield each division of the layers from `first` on among stages that has as many parameters in each as were saved."""
+        if not left and not any(own[layer] for layer in layers[first:]):
+            yield []
+        for stop in range(first, len(layers) + 1) if left else ():
+            if sum(len(own[layer]) for layer in set(layers[first:stop])) == left[0][1]:
+                yield from ([layers[first:stop], *rest] for rest in cuts(stop, left[1:]))
+
+    found: dict[tuple[int, int], str] = {}
+    for (stage, _), held in zip(counts, next(cuts(0, counts), []), strict=False):  # none: the members will differ
+        ordered = [name for layer in sorted(dict.fromkeys(held), key=str.isdigit) for name in own[layer]]
+        for theirs, mine in zip(saved, present, strict=True):
+            numbers = [member for member in theirs["params"] if member[0] == stage]
+            found |= dict(zip(numbers, [name for name in ordered if name in mine["params"]], strict=False))
+    return found
 
 
 def _names(runtime: Runtime) -> set[str]:

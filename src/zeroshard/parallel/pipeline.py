@@ -175,8 +175,10 @@ class Pipeline:
             loss: (output of the last stage, target) -> mean loss of the micro-batch. `step` returns the mean over micro-batches.
             schedule: one of torch's: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
 
-        Raises ConfigError, on all ranks: stages do not fit the schedule, ranks have different numbers of micro-batches, or an
-        option is not supported in a pipeline (precision="fp16", whose loss scale the stages would have to share).
+        In fp16 stages exchange fp32 tensors, each scales gradients that enter it and unscales those that leave it, and all skip a
+        step together, so their loss scales stay equal.
+
+        Raises ConfigError, on all ranks: stages do not fit the schedule, or ranks have different numbers of micro-batches.
         """
         self.stages = [stages] if isinstance(stages, nn.Module) else list(stages)
         self.group = pp.get_group() if isinstance(pp, DeviceMesh) else pp
@@ -259,8 +261,6 @@ class Pipeline:
                 f"{given}."
             )
         for runtime in self.runtimes if self.ranks > 1 else ():  # stages share the norm and the decision to skip a step
-            if runtime.config.precision == "fp16":
-                return "precision='fp16' with a pipeline: each stage would have a loss scale of its own. Use 'bf16', which needs no loss scale."
             if runtime.optimizer is not None and runtime.topology.world is runtime.comm:
                 return (
                     "a stage of a pipeline was sharded over its data-parallel ranks alone (comm=): it would know neither the norm of the other "

@@ -35,7 +35,7 @@ class TiedParameters:
         """Set all copies to the value of the lowest stage's copy (collective). rank_of: number of a stage -> its rank."""
         self.group, self.sent_nbytes = group, 0
         self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # sorted names of a tie -> stage -> this rank's copy
-        layout_of: dict[tuple, dict[int, tuple]] = {}  # the same for its dtype, and begin and end of this rank's slice
+        layout_of: dict[tuple, dict[int, tuple]] = {}  # the same for dtype, begin and end of this rank's slice, trained or not
         for number, stage in zip(own, stages, strict=True):
             place = getattr(stage, "pipeline_stage", None)
             for names in place.ties if place is not None else ():
@@ -45,20 +45,28 @@ class TiedParameters:
                 self.copies.setdefault(tie, {})[number] = held, index
                 spec, home = held.specs[index], held.homes[index]
                 spec.counts = spec.counts and number == min(names)  # so that norms count it once
-                span = (0, held.layout.slots[index].numel) if held.gradients.replicated else (home.start, home.stop)
-                layout_of.setdefault(tie, {})[number] = str(held.values.dtype), span
+                whole = not held.trainable or held.gradients.replicated
+                span = (0, held.layout.slots[index].numel) if whole else (home.start, home.stop)
+                layout_of.setdefault(tie, {})[number] = str(held.values.dtype), span, held.trainable
         mine = exchange_objects(layout_of, group)
         self._before: dict[tuple, Tensor] = {}  # tie -> gradient of earlier steps, already summed over copies
         self.holders = {key: {number: rank_of[number] for number, _ in key} for told in mine for key in told}
         for key in sorted(self.holders):
-            layouts = {name: told[key][number] for told in mine if key in told for number, name in key if number in told[key]}
+            layouts = {
+                f"{name} of stage {number}": told[key][number]
+                for told in mine if key in told for number, name in key if number in told[key]
+            }  # fmt: skip
             if len(set(layouts.values())) > 1:
                 raise ModelMismatch(
                     f"{' and '.join(layouts)} are tied across pipeline stages, which hold them differently: {layouts} (dtype, begin and end of the "
-                    "elements). Give the stages the same options: data-parallel ranks, ZeRO stage, dtypes."
+                    "elements, trained or frozen). Give the stages the same options (data-parallel ranks, ZeRO stage, dtypes), and freeze all "
+                    "copies or none."
                 )
             if not is_imagined():
                 self._equalise(key)
+            if not all(trained for _, _, trained in layouts.values()):  # frozen copies have no gradients to add
+                del self.holders[key]
+                self.copies.pop(key, None)
 
     def _equalise(self, key: tuple) -> None:
         """Send the whole value of the lowest stage's copy to the other stages (collective)."""

@@ -53,7 +53,24 @@ CELLS = [
 CELLS += ["lora/1/2/none", "lora/2/1/none", "lora/2/2/cpu", "lora/3/2/none", "lora/3/1/cpu"]
 CELLS += [f"options/{STAGE_OF.get(name, 1 + number % 3)}/2/{name}" for number, name in enumerate(KEYS)]
 CELLS += [f"options/{stage}/2/{name}" for name in CALLS for stage in (1, 2, 3)]
+CELLS += [f"pipeline/{stage}/{accumulation}/{name}" for stage, accumulation, name in (
+    (0, 4, "plain"), (1, 4, "plain"), (1, 1, "plain"), (0, 4, "tied"), (1, 4, "tied"), (1, 4, "uniform"), (1, 4, "types"), (1, 2, "recomputed"),
+    (1, 4, "interval_key"), (0, 4, "one_stage"), (1, 4, "one_stage"), (1, 4, "tuples"), (1, 4, "functions"), (1, 4, "seeded"),
+    (1, 4, "frozen"), (1, 4, "tied_frozen"), (1, 2, "loader"), (0, 4, "sgd"), (1, 4, "sgd"),
+)]  # fmt: skip
+CELLS += [f"pipeline_of_four/{stage}/4/{name}" for stage, name in (
+    (1, "four_stages"), (1, "four_uniform"), (1, "four_tied"), (1, "plain"), (0, "plain"), (1, "recomputed"),
+)]  # fmt: skip
+CELLS += [f"experts/{stage}/2/{name}" for stage, name in (
+    (0, "ep1-k1"), (1, "ep1-k1-residual-few"), (1, "ep1-k2-residual"), (0, "ep1-k2-all-first"), (0, "ep2-k1"), (1, "ep2-k1"),
+    (2, "ep2-k1-few"), (0, "ep2-k2-first-residual"), (1, "ep2-k2-first"), (1, "ep2-k1-all-adamw"), (0, "ep2-k1-rsample"),
+    (1, "ep2-k1-jitter"),
+)]  # fmt: skip
+CELLS += ["tensor_parallel/0/2/sgd", "tensor_parallel/1/2/key", "tensor_parallel/1/1/noted", "tensor_parallel/2/2/sgd"]
+CELLS += ["sequences/1/1/adamw", "sequences/2/2/sgd", "sequences/3/1/adamw", "sequences/3/2/sgd"]
 REFERENCE = {  # cell: whose numbers it has to give, where DeepSpeed does not give torch's, and at stage 3 does
     **{f"fabric_loop/{stage}/2/{offload}": f"fabric_loop/3/2/{offload}" for stage in (1, 2) for offload in ("none", "cpu")},
+    "sequences/1/1/adamw": "sequences/3/1/adamw",
+    "sequences/2/2/sgd": "sequences/3/2/sgd",
     **{f"options/{stage}/2/coalesced": "options/3/2/coalesced" for stage in (1, 2)},
 }

@@ -66,6 +66,13 @@ class FusedAdam(_Adam):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
+def _make_dense(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Make sparse gradients dense, which torch's fused step needs; Adagrad's numbers are the same."""
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            param.grad = param.grad.to_dense()
+
+
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """torch's Adagrad with DeepSpeed's arguments."""
 
@@ -78,6 +85,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
                 "DeepSpeedCPUAdagrad: amsgrad=True is not supported; Adagrad has no such variant: leave it at False."
             )
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, fused=True)
+        self.register_step_pre_hook(_make_dense)
         self.fp32_optimizer_states = fp32_optimizer_states
 
 

@@ -97,12 +97,23 @@ class TopKGate(nn.Module):
         return chosen * torch.zeros_like(wanted).scatter(0, best, 1).unsqueeze(1)
 
 
+class Experts(nn.Module):
+    """The experts of a MoE, with the names that DeepSpeed gives their parameters."""
+
+    def __init__(self, experts: nn.ModuleList) -> None:
+        super().__init__()
+        self.deepspeed_experts = experts
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return self.deepspeed_experts(hidden, index, weights)
+
+
 class MOELayer(nn.Module):
     """Gate and experts of a MoE."""
 
-    def __init__(self, gate: TopKGate, experts: nn.Module) -> None:
+    def __init__(self, gate: TopKGate, experts: nn.ModuleList) -> None:
         super().__init__()
-        self.gate, self.experts = gate, experts
+        self.gate, self.experts = gate, Experts(experts)
 
     def forward(self, hidden: Tensor, used: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return (output, l_aux, choices of each expert) of hidden (..., H)."""
@@ -136,7 +147,7 @@ class MoE(nn.Module):
         Raises AssertionError for experts that ep_size does not divide, DeepSpeedConfigError for expert tensor parallelism.
         """
         super().__init__()
-        from ...parallel.experts import Experts
+        from ...parallel import experts as divisible
 
         assert num_experts % ep_size == 0, f"{num_experts} experts should be divisible by expert parallel size ({ep_size})"
         assert noisy_gate_policy in (None, "None", "Jitter", "RSample"), f"Unsupported noisy_gate_policy: {noisy_gate_policy}"
@@ -146,7 +157,7 @@ class MoE(nn.Module):
             )
         self.ep_size, self.num_experts, self.num_local_experts = ep_size, num_experts, num_experts // ep_size
         self.use_residual, self.expert_group_name = use_residual, f"ep_size_{ep_size}"
-        experts = Experts(copy.deepcopy(expert) for _ in range(num_experts))
+        experts = divisible.Experts(copy.deepcopy(expert) for _ in range(num_experts))
         for each in experts:
             each.register_forward_hook(_output)
             for param in each.parameters():
@@ -192,7 +203,8 @@ def divide(model: nn.Module, line: DeviceMesh) -> None:
     """Divide the experts of all MoE layers over the ranks of an axis, in place. Raises ConfigError if they can not be divided."""
     from ...parallel.experts import divide_experts
 
-    names = [f"{name}.deepspeed_moe.experts".lstrip(".") for name, module in model.named_modules() if isinstance(module, MoE)]
+    of_a_layer = "deepspeed_moe.experts.deepspeed_experts"
+    names = [f"{name}.{of_a_layer}".lstrip(".") for name, module in model.named_modules() if isinstance(module, MoE)]
     divide_experts(model, line, experts=names)
 
 

@@ -32,11 +32,7 @@ class PipelineError(Exception):
 
 
 def check_config(config: DeepSpeedConfig, stages: int) -> None:
-    """Raise DeepSpeedConfigError for options that a pipeline does not support."""
-    if config.float16_config.enabled and stages > 1:
-        raise DeepSpeedConfigError(
-            "fp16.enabled with pipeline stages, each of which would have a loss scale of its own: use bf16."
-        )
+    """Raise DeepSpeedConfigError for options that a pipeline of several stages does not support."""
     if config.gradient_allreduce_op == "sum":
         raise DeepSpeedConfigError('gradient_allreduce_op "sum" with a PipelineModule: use "mean", and scale the loss.')
 
@@ -127,8 +123,14 @@ class PipelineModule(nn.Module):
         self.tied_modules = nn.ModuleDict()
         for number in range(self._local_start, self._local_stop):
             self.forward_funcs.append(self._build(number, self._layer_specs[number]))
-        # what zs.Pipeline asks a stage: its place, and the parameters that it shares with others
-        self.pipeline_stage = SimpleNamespace(index=self.stage_id, count=self.num_stages, ties=tuple(self._ties()))
+        # what zs.Pipeline and zs.load ask a stage: its place, the parameters that it shares with others, and all layers' names
+        names = (
+            f"tied_modules.{each.key}" if isinstance(each, TiedLayerSpec) else str(at)
+            for at, each in enumerate(self._layer_specs)
+        )
+        self.pipeline_stage = SimpleNamespace(
+            index=self.stage_id, count=self.num_stages, ties=tuple(self._ties()), layers=tuple(names)
+        )
 
     # -- the layers ----------------------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class PipelineModule(nn.Module):
         x = inputs[0] if len(inputs) == 1 else inputs
         if self.load is not None:
             x = self.load(x)
-        self.micro_offset += self.training  # an evaluation does not change the seeds of later micro-batches
+        self.micro_offset += 1
         step = self.activation_checkpoint_interval or len(self.forward_funcs)
         for first in range(0, len(self.forward_funcs), step):
             functions = self.forward_funcs[first : first + step]

@@ -31,6 +31,17 @@ from .pipe import PipelineError, PipelineModule
 from .stand_ins import NotSupported
 
 
+class _Pipeline(Pipeline):
+    """A pipeline whose forward on zeros, which tells the shapes, does not count among those that layers are seeded by."""
+
+    def _build(self, *args: Any) -> Any:
+        (module,) = self.stages
+        before = module.micro_offset
+        built = super()._build(*args)
+        module.micro_offset = before
+        return built
+
+
 class PipelineEngine(DeepSpeedEngine):
     """The engine that `initialize` returns for a PipelineModule."""
 
@@ -54,7 +65,7 @@ class PipelineEngine(DeepSpeedEngine):
             module.set_checkpoint_interval(interval)
         # 1F1B needs as many micro-batches as there are stages, since all stages compute different ones at a time
         schedule = "1F1B" if self.micro_batches >= self.num_stages else "GPipe"
-        self.pipeline = Pipeline(
+        self.pipeline = _Pipeline(
             module, module._grid.mesh[PP], micro_batches=self.micro_batches, loss=self._score, schedule=schedule
         )
         if self.is_first_stage():

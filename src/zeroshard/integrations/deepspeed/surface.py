@@ -94,7 +94,8 @@ _TABLE = {
     "runtime.precision_config": "ds_config: get_bfloat16_config; sections: DeepSpeedBF16Config DeepSpeedFP16Config",
     "runtime.sequence_parallel.ulysses_sp": "sequence: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.swap_tensor": "stand_ins: MIN_SWAPPABLE_BYTES",
-    "runtime.utils": "utilities: count_used_parameters_in_backward required_torch_version see_memory_usage set_random_seed",
+    "runtime.utils": "utilities: count_used_parameters_in_backward move_to_device required_torch_version see_memory_usage "
+    "set_random_seed",
     "runtime.zero": f"partition: {_INIT}; engine_optimizer: unwrap_model_for_generation; linears: {_TILED}",
     "runtime.zero.config": "sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
     "OffloadDeviceEnum",
@@ -161,6 +162,7 @@ INSTEAD: dict[str, str] = {  # module or name of DeepSpeed that does not exist h
     "runtime.utils": "Norms and clipping: engine.get_global_grad_norm(), gradient_clipping, zs.clip_grad_norm_.",
     "runtime.zero.offload_states": "engine.offload_states() and reload_states() move states; zs.report(model) tells where they rest.",
     "utils.bwc": "deepspeed.utils.groups has the groups of ranks that share layers.",
+    "runtime.sequence_parallel.ulysses_sp": "MLPs and losses in tiles of tokens: zs.long_context(model).",
     "utils.groups": "There are groups of data parallelism and of ranks that share layers; all others have one rank.",
     "utils.logging": "deepspeed.utils.logger is a logger of Python's logging.",
     "utils.module_utils": "model.get_submodule(name) and model.set_submodule(name, module) are torch's.",

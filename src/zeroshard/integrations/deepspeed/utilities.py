@@ -12,7 +12,7 @@ import gc
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...utils import torch_compat
 from ...utils.axes import DP, TP
+from ...utils.tensor_tree import map_tensors
 from . import communication as dist
 from .accelerator import CPU_Accelerator, get_accelerator
 from .stand_ins import NotSupported
@@ -179,6 +180,18 @@ def set_random_seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Return a container with its tensors on a device. Those for which criterion_func is true, the same tensors with other memory."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        if criterion_func is not None and criterion_func(tensor):
+            tensor.data = tensor.to(device)
+            return tensor
+        return tensor.to(device)
+
+    return map_tensors(moved, item)
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
