@@ -27,7 +27,7 @@ VERSIONS = ("deepspeed", "torch", "accelerate", "transformers", "lightning", "pe
 TOLERANCE, WEIGHTS_TOLERANCE = 1e-5, 5e-5  # a weight is told as the sum of its elements, each times at most 1
 
 
-def numbers(cells: list[str], folder: Path, deepspeed_python: str | None = None, limit_s: float = 170) -> dict:
+def numbers(cells: list[str], folder: Path, deepspeed_python: str | None = None, limit_s: float = 3600) -> dict:
     """{cell: {"whole": ..., "resumed": ...}} as zeroshard has them, or the real DeepSpeed of that Python. Two processes."""
     folder.mkdir(parents=True)
     command = [deepspeed_python] if deepspeed_python else [sys.executable, "-m", "zeroshard.deepspeed"]
@@ -74,7 +74,7 @@ def record(deepspeed_python: str, programs: list[str]) -> None:
     for program in programs:
         cells = [cell for cell in CELLS if cell.startswith(program + "/") and cell not in REFERENCE]
         with tempfile.TemporaryDirectory() as folder:
-            found = numbers(cells, Path(folder) / program, deepspeed_python, limit_s=1800)
+            found = numbers(cells, Path(folder) / program, deepspeed_python)
         for cell, told in found.items():
             recorded[cell] = {name: [float(f"{value:.8g}") for value in values] for name, values in told["whole"].items()}
             for what in differences(told.get("resumed", {}), told["whole"]):
