@@ -91,6 +91,7 @@ def test_the_limit_of_a_test_is_of_processor_time_and_of_standing_still(tmp_path
     folders = [str(Path(__file__).parent), str(Path(__file__).parent / "support")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
+    command += ["-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true"]  # ./test has 180 s: neither ends a run
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert run.returncode == 1 and "2 failed, 1 passed, 2 errors" in run.stdout, run.stdout + run.stderr
     # in 2 s, or in 4: on a busy machine its thread waits for a core before it stands still
