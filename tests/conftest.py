@@ -4,7 +4,8 @@ A limit is of processor time, of the test and of the processes that it started, 
 that stands still, asking for less than a twentieth of a core for as long, has exceeded it too. It fails with the stacks of all
 threads on stderr (SIGALRM in the main thread, where pytest and `run_threads` wait). One that cannot even be interrupted,
 because it hangs in C, ends the whole run a little later (faulthandler). Limits: 60 s, 240 s for tests that start processes, or
-`@pytest.mark.limit(seconds)`.
+`@pytest.mark.limit(seconds)`. The same limit holds for what makes a test's fixtures. `run_threads` and `run_processes`, whose
+limits are by the clock, here have one that no load reaches.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ import torch
 from offloading import emptied, strict_devices
 
 from zeroshard.comm import backend_select
-from zeroshard.comm.launch import share_imports
+from zeroshard.comm.launch import run_processes, share_imports
+from zeroshard.testing import run_threads
 
 
 class TestExpired(BaseException):
@@ -52,6 +54,9 @@ LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy
 )  # fmt: skip
 
 STDERR = pytest.StashKey()
+
+for run_ranks in (run_threads, run_processes):
+    run_ranks.__kwdefaults__["timeout_s"] = 3600.0  # by the clock; the test's own limit ends it earlier
 
 os.environ.pop("COLUMNS", None)  # of pytest-xdist: tables are as wide as they are without a terminal
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
@@ -128,16 +133,26 @@ def processor_s(waiting: bool = False) -> float:
     return ticks / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9
 
 
-def pytest_runtest_setup():
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
     # again for each: a run of the command line in this process takes all cores, and two threads add in another order
     torch.set_num_threads(1)
+    # an Exception: pytest keeps it for the other tests of the same fixture, which are then not tried one after the other
+    with _limited(item, _limit_of(item), TimeoutError):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    with _limited(item, _limit_of(item), TestExpired):
         return (yield)
-    limit_s = _limit_of(item)
+
+
+@contextlib.contextmanager
+def _limited(item, limit_s: float, expired: type[BaseException]):
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
 
     spent = [processor_s()]  # at the start, and whenever the limit has passed once more
     asked = [processor_s(waiting=True)]
@@ -150,7 +165,7 @@ def pytest_runtest_call(item):
             return
         faulthandler.dump_traceback(file=item.config.stash[STDERR])
         told = f"{spent[-1] - spent[0]:.0f} s of processor time in {limit_s * (len(spent) - 1):.0f} s"
-        raise TestExpired(f"{item.nodeid}: not finished: {told}; its limit is {limit_s:.0f} s")
+        raise expired(f"{item.nodeid}: not finished: {told}; its limit is {limit_s:.0f} s")
 
     def begin():
         signal.setitimer(signal.ITIMER_REAL, limit_s)
@@ -159,7 +174,7 @@ def pytest_runtest_call(item):
     previous = signal.signal(signal.SIGALRM, expire)
     begin()
     try:
-        return (yield)
+        yield
     finally:
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)

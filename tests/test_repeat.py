@@ -73,6 +73,15 @@ def test_waits_for_a_busy_machine():
     while time.process_time() - begun < 0.4:
         pass
     time.sleep(1.9)  # the limit passes here: it has worked meanwhile
+
+@pytest.fixture(scope="module")
+def never_made():
+    time.sleep(60)
+
+@pytest.mark.limit(2)
+@pytest.mark.parametrize("number", [1, 2])
+def test_needs_what_is_never_made(never_made, number):
+    pass
 """
 
 
@@ -82,8 +91,12 @@ def test_the_limit_of_a_test_is_of_processor_time_and_of_standing_still(tmp_path
     folders = [str(Path(__file__).parent), str(Path(__file__).parent / "support")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
+    command += ["-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true"]  # ./test has 180 s: neither ends a run
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
-    assert run.returncode == 1 and "2 failed, 1 passed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 1 and "2 failed, 1 passed, 2 errors" in run.stdout, run.stdout + run.stderr
     # in 2 s, or in 4: on a busy machine its thread waits for a core before it stands still
     assert re.search(r"test_stands_still: not finished: 0 s of processor time in \d+ s; its limit is 2 s", run.stdout)
     assert "test_works_too_long_in_a_child: not finished: " in run.stdout
+    # a fixture is tried once
+    assert "test_needs_what_is_never_made[1]: not finished: " in run.stdout
+    assert "test_needs_what_is_never_made[2]: not finished: " not in run.stdout

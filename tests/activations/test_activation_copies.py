@@ -53,9 +53,7 @@ def test_copies_that_threads_compute_at_once(activate, place):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # threads take turns at nearly every line
     try:
-        found = run_threads(
-            4, lambda rank: [gradients(copies[rank], square(copies[rank], batch)) for batch in batches], timeout_s=80.0
-        )
+        found = run_threads(4, lambda rank: [gradients(copies[rank], square(copies[rank], batch)) for batch in batches])
     finally:
         sys.setswitchinterval(before)
     for mine in found:

@@ -344,7 +344,7 @@ def test_a_disk_without_room_for_all_ranks_of_the_host(activate, monkeypatch, tm
         model, _ = zs.shard(model, adamw(model.parameters()), stage=1)
         return caught(lambda: square(model, (torch.ones(4, DIM),)).backward())
 
-    for error in run_threads(2, body, timeout_s=10):
+    for error in run_threads(2, body):
         assert isinstance(error, zs.errors.SwapError), repr(error)
         assert f"{6 * 4096} bytes (0.00 GiB) are needed by all ranks of this host, {3 * 4096} by this one" in str(error)
 
@@ -465,7 +465,7 @@ def test_a_disk_that_fails_ends_the_step_of_all_data_parallel_ranks(activate, st
         error, later = caught(lambda: step(fail=rank == 1)), caught(step)
         return error, later, optimizer.core.runtime.progress.steps
 
-    for error, later, steps in run_threads(2, body, timeout_s=10):
+    for error, later, steps in run_threads(2, body):
         for raised in (error, later):
             assert isinstance(raised, zs.OffloadIOError), repr(raised)
             assert "/checkpoints-" in raised.file and raised.offset % 4096 == 0 and raised.errno == errno.ENODATA
@@ -551,7 +551,7 @@ def two_by_two(rank, path):
 
 @pytest.mark.processes
 def test_a_mesh_of_data_and_model_parallel_ranks(tmp_path):
-    (texts,) = run_processes(forked, 1, two_by_two, 4, str(tmp_path), timeout_s=100)
+    (texts,) = run_processes(forked, 1, two_by_two, 4, str(tmp_path))
     assert len(texts) == 4
     for text in texts:
         assert "CollectiveMismatch" in text and "rank 1: blocks.0: (5, 8) float32" in text, text

@@ -175,7 +175,7 @@ def _over_sockets(rank: int, world: int) -> dict[tuple, bytes]:
 @pytest.mark.processes
 @pytest.mark.limit(150)
 def test_processes_on_both_transports():
-    results = run_processes(_over_sockets, 2, timeout_s=120)
+    results = run_processes(_over_sockets, 2)
     for name, case in of_sockets().items():
         for expected, result in zip(reference(case), results, strict=True):
             for comm in ("shared", "dist"):

@@ -88,7 +88,7 @@ def test_b03_a_call_by_one_rank_only_is_named_on_every_rank(verb, meanwhile, tmp
                 runtime_of(model).comm.exchange(b"", "something else")
         return str(caught.value)
 
-    for text in run_threads(3, rank_run, timeout_s=40):
+    for text in run_threads(3, rank_run):
         assert f"zs.{verb}() is collective, that is, every rank must call it: entered by ranks [0], missing [1, 2]" in text, text
 
 

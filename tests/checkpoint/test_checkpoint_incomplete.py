@@ -89,7 +89,7 @@ def _both_transports(rank: int, world: int, root) -> dict[str, tuple[int, str]]:
 @pytest.mark.processes
 @pytest.mark.limit(120)
 def test_the_fall_back_is_said_by_rank_0_alone_on_both_transports(tmp_path):
-    first, second = run_processes(_both_transports, 2, tmp_path, timeout_s=100)
+    first, second = run_processes(_both_transports, 2, tmp_path)
     for comm in ("shared", "dist"):
         assert first[comm] == (100, SENTENCE.format(root=tmp_path / comm))
         assert second[comm] == (100, "")

@@ -357,7 +357,7 @@ def start(rank: int, world: int, root: str, kills: int) -> dict:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     root = tmp_path_factory.mktemp("processes")
-    (found,) = run_processes(start, 1, str(root), KILLS, timeout_s=PATIENCE_S)
+    (found,) = run_processes(start, 1, str(root), KILLS)
     return found | {"root": root}
 
 

@@ -59,7 +59,7 @@ def _load(folder: str, **options):
 def saved(tmp_path_factory):
     """(folder, parameters, states) of what two ranks have saved."""
     folder = tmp_path_factory.mktemp("dcp") / "a"
-    return folder, *run_processes(_save, 2, str(folder), {"stage": 3}, timeout_s=60)[0]
+    return folder, *run_processes(_save, 2, str(folder), {"stage": 3})[0]
 
 
 @pytest.mark.processes

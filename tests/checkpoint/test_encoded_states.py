@@ -198,7 +198,7 @@ def start(rank, world, root, asynchronous):
 @pytest.mark.processes
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(asynchronous, tmp_path):
-    assert run_processes(start, 1, str(tmp_path), asynchronous, timeout_s=100) == [[0, -signal.SIGKILL]]
+    assert run_processes(start, 1, str(tmp_path), asynchronous) == [[0, -signal.SIGKILL]]
     assert list(places.complete(tmp_path / "run")) == ["first"]
     assert_same(read(tmp_path / "run", 3), torch.load(tmp_path / "noted"))
 
@@ -289,7 +289,7 @@ def cut(rank, world, root, form):
 @pytest.mark.processes
 @pytest.mark.parametrize("form", ["int8", "bf16"])
 def test_parts_of_whole_blocks_are_saved_as_they_rest_and_others_decoded(form, tmp_path):
-    for held, again in run_processes(cut, 2, str(tmp_path), form, timeout_s=100):
+    for held, again in run_processes(cut, 2, str(tmp_path), form):
         assert_same(again, held)
     tensors = json.loads((tmp_path / "x" / "manifest.json").read_text())["tensors"]
     kinds = {name.partition("exp_avg")[2]: tensor["dtype"] for name, tensor in tensors.items() if f"{ROWS}.exp_avg" in name}

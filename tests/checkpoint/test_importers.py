@@ -330,7 +330,7 @@ def write_with_fsdp(rank, world, folder):
 def fsdp(tmp_path_factory):
     """A folder of checkpoints of FSDP2 on two ranks, and what they hold."""
     folder = tmp_path_factory.mktemp("fsdp")
-    return folder, *run_processes(write_with_fsdp, 2, folder, timeout_s=100)[0]
+    return folder, *run_processes(write_with_fsdp, 2, folder)[0]
 
 
 @pytest.mark.processes

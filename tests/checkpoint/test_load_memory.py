@@ -80,7 +80,7 @@ def check_load(folder, dim, blocks, nbytes, again):
     expected = state[f"blocks.{blocks - 1}.down.bias"].clone()
     rows = state["blocks.0.up.weight"].reshape(-1).clone()
     del state
-    of_ranks = run_processes(load, RANKS, folder, dim, blocks, again, timeout_s=200)
+    of_ranks = run_processes(load, RANKS, folder, dim, blocks, again)
     for factor, results in zip((1.3, 0.3, 1.3, 0.3)[: 4 if again else 2], zip(*of_ranks, strict=True), strict=True):
         added = sum(result[0] for result in results)
         assert added < factor * total + RANKS * CONSTANT_NBYTES, f"{added / 2**20:.0f} MiB for a model of {total / 2**20:.0f} MiB"

@@ -295,7 +295,7 @@ def save_in_little_memory(rank, world, folder):
 
 @pytest.mark.processes
 def test_saving_takes_the_memory_of_a_chunk(tmp_path):
-    results = run_processes(save_in_little_memory, 1, tmp_path, timeout_s=100)
+    results = run_processes(save_in_little_memory, 1, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     assert sum(value.nbytes for value in state.values()) == 128 << 20
     assert torch.equal(results[0][1], state["layers.7.weight"].view(-1))

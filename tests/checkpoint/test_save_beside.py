@@ -136,7 +136,7 @@ def test_c12_what_changes_states_waits_for_the_copy(kind, own_device, tmp_path, 
             expected[change.__name__] = before
         return expected
 
-    expected = run_threads(2, rank_run, timeout_s=100)[0]
+    expected = run_threads(2, rank_run)[0]
     for name, before in expected.items():
         assert_equal(read_checkpoint(tmp_path, 1, "tied", load_name=name, **KINDS[kind])[0], before, name)
 

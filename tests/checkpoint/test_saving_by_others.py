@@ -195,7 +195,7 @@ def _save(rank, world_size, folder):
 
 @pytest.mark.processes
 def test_over_torch_distributed(tmp_path):
-    for ended in run_processes(_save, 2, tmp_path, timeout_s=120):
+    for ended in run_processes(_save, 2, tmp_path):
         assert ended == {(stage, name): True for stage in (2, 3) for name in WAYS}
 
 

@@ -133,7 +133,7 @@ def test_a_rank_that_fails_gives_its_code_to_the_command(tmp_path):
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "run")], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
-        timeout=100, check=False,
+        check=False,
     )  # fmt: skip
     assert done.returncode == ExitCode.FAILED, done.stderr
     assert "RuntimeError: a fault" in done.stderr

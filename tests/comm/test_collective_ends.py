@@ -64,7 +64,7 @@ def verbs_then_barriers(rank, world_size, comm, folder):
 @pytest.mark.processes
 @pytest.mark.parametrize("comm", ["shared", "dist"])
 def test_verbs_followed_by_a_barrier_of_torchs_own(comm, tmp_path):
-    assert len(run_processes(verbs_then_barriers, 2, comm, str(tmp_path / "run"), timeout_s=100)) == 2  # nobody hangs
+    assert len(run_processes(verbs_then_barriers, 2, comm, str(tmp_path / "run"))) == 2  # nobody hangs
 
 
 def uneven_waits(rank, world_size, comm, folder):
@@ -85,7 +85,7 @@ def uneven_waits(rank, world_size, comm, folder):
 @pytest.mark.processes
 @pytest.mark.parametrize("comm", ["shared", "dist"])
 def test_a_rank_that_sleeps_after_a_verb_holds_up_nobody(comm, tmp_path):
-    assert run_processes(uneven_waits, 2, comm, str(tmp_path), timeout_s=60) == [None, None]
+    assert run_processes(uneven_waits, 2, comm, str(tmp_path)) == [None, None]
 
 
 # -- the transport -----------------------------------------------------------------------------------------------

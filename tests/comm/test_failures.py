@@ -100,8 +100,8 @@ def outcome(rank: int, ranks: int, comm: str, culprit: int, what, stage: int = 3
         return type(error).__name__, getattr(error, "rank", None), str(error)
 
 
-def run(ranks: int, *args, timeout_s: float = 60.0):
-    return run_processes(outcome, ranks, *args, timeout_s=timeout_s, grace_s=15.0, check=False)
+def run(ranks: int, *args):
+    return run_processes(outcome, ranks, *args, grace_s=100.0, check=False)
 
 
 @pytest.mark.processes
@@ -131,7 +131,7 @@ def test_b05_a_rank_that_is_killed_is_named_by_all_with_the_signal(comm):
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])  # the wait is the same, 10 s each
 @pytest.mark.parametrize("comm", COMMS)
 def test_a_rank_that_sleeps_in_its_forward_is_found_with_its_stack(comm, stage):
-    results = run(3, comm, 1, dawdle_in_the_tokenizer, stage, timeout_s=90.0)
+    results = run(3, comm, 1, dawdle_in_the_tokenizer, stage)
     for result in results:  # the one that slept is told as well
         kind, _, text = result.value
         assert kind == "StallError", text
@@ -180,9 +180,9 @@ def circle(rank: int, ranks: int, comm: str):
 @pytest.mark.parametrize("comm", ["threads", *(pytest.param(comm, marks=pytest.mark.processes) for comm in COMMS)])
 def test_a_circle_of_waiting_ranks_is_told_alike(comm):
     if comm == "threads":
-        texts = run_threads(2, circle, 2, comm, timeout_s=30)
+        texts = run_threads(2, circle, 2, comm)
     else:
-        texts = run_processes(circle, 2, comm, timeout_s=40)
+        texts = run_processes(circle, 2, comm)
     for text in texts:
         assert "rank 0 waits at `attention` (gather #1)" in text and "rank 1 waits at `mlp` (gather #1)" in text, text
         assert "Last collectives: rank 0: " in text
@@ -279,7 +279,7 @@ def test_a_victim_tells_of_the_rank_that_failed_first():
             raise RuntimeError("cleaning up failed, too") from error
 
     with pytest.raises((ValueError, RuntimeError)):
-        run_threads(3, body, timeout_s=60)
+        run_threads(3, body)
     assert {rank: error.rank for rank, error in seen.items()} == {0: 1, 2: 1}
     for error in seen.values():
         assert "ValueError: the first" in str(error) and str(error).count(TRACEBACK) == 1

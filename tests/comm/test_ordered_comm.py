@@ -88,7 +88,7 @@ def _reference(world_size: int) -> dict:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict]:
-    return run_processes(_train, 3, timeout_s=60)
+    return run_processes(_train, 3)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -137,4 +137,4 @@ def _leave_ragged(rank: int, world_size: int) -> float | None:
 
 def test_ragged_ranks_wait_for_no_gradient_on_its_way_to_the_host() -> None:
     """More of them are under way than there are buffers: waiting for one would be waiting for a peer that waits for this rank."""
-    run_processes(_leave_ragged, 2, timeout_s=60)
+    run_processes(_leave_ragged, 2)

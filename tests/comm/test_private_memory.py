@@ -27,7 +27,7 @@ def run_private(world_size: int, ordered: bool, task: Task, cells: list[dict]) -
         comm = PrivateComm(office, rank, world_size, ordered)
         return [train(rank, task, comm=comm, **cell) for cell in cells]
 
-    results = run_threads(world_size, rank_run, timeout_s=50)
+    results = run_threads(world_size, rank_run)
     assert not office.letters, "sent, but not received"
     return results
 

@@ -255,7 +255,7 @@ def test_a_training_whose_host_has_another_user(tmp_path):
                 time.sleep(0.01)
 
         with other_process(work, NOBODY):
-            totals = run_processes(late_rank, 2, folder, timeout_s=60)
+            totals = run_processes(late_rank, 2, folder)
     assert totals[0] == totals[1] and not list(tmp_path.iterdir())
     assert os.read(reader, 1000), "it did not get to try"
     os.close(reader), os.close(writer)

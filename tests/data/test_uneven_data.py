@@ -158,7 +158,7 @@ def _over_sockets(rank: int, world_size: int, ways: list[str]) -> dict:
 def test_join_over_torch_distributed() -> None:
     """Where gathers need every rank: ranks without data are told of each."""
     ways = ["plain", "clip", "schedule", "held_weights", "held_first"]
-    results = run_processes(_over_sockets, 4, ways, timeout_s=120)
+    results = run_processes(_over_sockets, 4, ways)
     for stage in STAGES:
         for way in ways:
             check([rank[stage, way] for rank in results], LENGTHS, **WAYS[way])
@@ -512,7 +512,7 @@ def _after_its_end(rank: int) -> str:
 @pytest.mark.processes
 def test_processes_are_told_as_well() -> None:
     """Over torch.distributed of one that is in another call, over shared memory of one that has ended."""
-    results = run_processes(_in_processes, 3, timeout_s=60)
+    results = run_processes(_in_processes, 3)
     assert all(re.search(LEFT.format("ranks 1, 2 are"), mismatch) for mismatch, _ in results), results
     assert results[0][1] == "" and all(re.search(LEFT.format("this rank is"), said) for _, said in results[1:]), results
 

@@ -207,7 +207,7 @@ def _run_both(rank: int, _: int, triple: dict[str, int], pair: dict[str, int]) -
 @pytest.fixture(scope="module")
 def ended():
     triple, pair = ({name: free_port() for name in names} for names in (THREE, SCENARIOS))
-    return run_processes(_run_both, 3, triple, pair, timeout_s=220)
+    return run_processes(_run_both, 3, triple, pair)
 
 
 @pytest.fixture(scope="module")

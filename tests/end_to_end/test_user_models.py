@@ -141,7 +141,7 @@ def test_models_of_users_equal_one_process(subject: str, world_size: int) -> Non
     def run(rank: int) -> list[Outcome]:
         return [train(rank, task, **cell.options()) for task, cell in zip(tasks, chosen, strict=True)]
 
-    check(chosen, run_threads(world_size, run, timeout_s=140))
+    check(chosen, run_threads(world_size, run))
 
 
 def test_the_cells_meet_each_other() -> None:

@@ -42,7 +42,7 @@ def check(told):
 @pytest.mark.skipif(SLOW, reason="all cells are run below")
 @pytest.mark.limit(240)
 def test_a_sample_of_programs_gives_deepspeeds_numbers(tmp_path):
-    check(numbers(runnable(SAMPLE), tmp_path / "sample", limit_s=220))
+    check(numbers(runnable(SAMPLE), tmp_path / "sample"))
 
 
 @pytest.mark.processes
@@ -53,7 +53,7 @@ def test_every_cell_gives_deepspeeds_numbers(program, tmp_path):
     cells = [cell for cell in CELLS if cell.startswith(program + "/")]
     if not runnable(cells):
         pytest.skip(f"needs {', '.join(NEEDS[program])}")  # which ./test installs
-    check(numbers(cells, tmp_path / program, limit_s=800))
+    check(numbers(cells, tmp_path / program))
 
 
 @pytest.mark.processes
@@ -63,7 +63,7 @@ def test_every_cell_gives_deepspeeds_numbers(program, tmp_path):
 @pytest.mark.limit(900)
 def test_deepspeed_gives_the_recorded_numbers(program, tmp_path):
     cells = [cell for cell in CELLS if cell.startswith(program + "/") and cell not in REFERENCE]
-    check(numbers(cells, tmp_path / program, DEEPSPEED_PYTHON, limit_s=800))
+    check(numbers(cells, tmp_path / program, DEEPSPEED_PYTHON))
 
 
 def test_every_cell_is_recorded():

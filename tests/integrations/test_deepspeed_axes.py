@@ -195,7 +195,7 @@ def _mistakes(rank):
 @pytest.mark.processes
 def test_pipelines_train_as_one_process(tmp_path):
     losses, norms, evaluated = one_process()
-    results = run_processes(_pipelines, 4, str(tmp_path), timeout_s=300)
+    results = run_processes(_pipelines, 4, str(tmp_path))
     for rank, (told, cuts, values, said) in enumerate(results):
         for stage in (0, 1, 2, 3):
             torch.testing.assert_close(torch.tensor(told[stage][0]), torch.tensor(losses), rtol=0, atol=2e-6)
@@ -271,7 +271,7 @@ def test_layers_cut_over_ranks_train_as_one_process(tmp_path):
         optimizer.zero_grad()
         expected.append(([loss.item() for loss in losses], norm))
     wanted = sum(value.double().square().sum().item() for value in model.state_dict().values())
-    for rank, (told, place, total, said) in enumerate(run_processes(_tensors, 4, str(tmp_path), timeout_s=200)):
+    for rank, (told, place, total, said) in enumerate(run_processes(_tensors, 4, str(tmp_path))):
         assert place == (rank // 2, rank % 2, 2) and abs(total - wanted) < 1e-4
         for (loss, norm), (losses, wanted_norm) in zip(told, expected, strict=True):
             assert abs(loss - losses[rank // 2]) < 1e-5 and abs(norm - wanted_norm) < 1e-5

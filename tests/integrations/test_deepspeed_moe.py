@@ -91,7 +91,7 @@ def _trains(rank, ranks, folder):
 
 @pytest.mark.processes
 def test_divided_experts_train_as_whole_ones(tmp_path):
-    for rank, (told, own, said) in enumerate(run_processes(_trains, 2, str(tmp_path), timeout_s=200)):
+    for rank, (told, own, said) in enumerate(run_processes(_trains, 2, str(tmp_path))):
         for k in (1, 2):
             torch.testing.assert_close(torch.tensor(told[k, 2]), torch.tensor(told[k, 1]), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(torch.tensor(told["further"]), torch.tensor(told["further by one"]), rtol=1e-5, atol=1e-6)

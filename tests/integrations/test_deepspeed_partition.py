@@ -144,7 +144,7 @@ def seeds(rank, world_size):
 
 
 def test_ranks_with_other_seeds_get_what_rank_0_draws():
-    assert run_processes(seeds, 2, timeout_s=60) == [True, True]
+    assert run_processes(seeds, 2) == [True, True]
 
 
 # -- GatheredParameters --------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_a_program_for_deepspeed_equals_one_process():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    for found, alone in run_processes(_train, 2, timeout_s=300):
+    for found, alone in run_processes(_train, 2):
         assert found == pytest.approx(losses, rel=1e-6) and alone == (1, 16, VOCAB)
 
 
@@ -86,7 +86,7 @@ def test_the_key_of_a_configuration_makes_the_axis():
         engine.destroy()
         return found
 
-    assert run_threads(4, on_rank, timeout_s=60) == [(0, 2, 2), (1, 2, 2), (0, 2, 2), (1, 2, 2)]
+    assert run_threads(4, on_rank) == [(0, 2, 2), (1, 2, 2), (0, 2, 2), (1, 2, 2)]
 
 
 def test_sizes_and_attentions_that_do_not_fit_are_refused():

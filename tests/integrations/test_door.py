@@ -60,7 +60,6 @@ def _run(code, *arguments, installed=False, **environment):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

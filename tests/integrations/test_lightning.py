@@ -494,7 +494,7 @@ def _two_ranks(rank, world, root):
 @pytest.mark.processes
 def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(tmp_path):
     _, expected, _ = plain(accumulate=2, clip=0.1)
-    for fitted, looped, checked in run_processes(_two_ranks, 2, str(tmp_path), timeout_s=100):
+    for fitted, looped, checked in run_processes(_two_ranks, 2, str(tmp_path)):
         for name, value in expected.items():
             torch.testing.assert_close(fitted[name], value, rtol=0, atol=1e-6)
             torch.testing.assert_close(looped[name.removeprefix("net.")], value, rtol=0, atol=1e-6)

@@ -130,9 +130,9 @@ def train(rank, world, folder, stages, makers):
 def test_losses_are_those_of_plain_trl(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder, alone = str(tmp_path), (sft, dpo, dpo_of_adapters)
-    expected = run_processes(train, 1, folder, [None], alone, timeout_s=100)[0]
-    expected |= run_processes(train, 2, folder, [None], (grpo,), timeout_s=100)[0]
-    found = run_processes(train, 2, folder, [2, 3], (*alone, grpo), timeout_s=100)[0]
+    expected = run_processes(train, 1, folder, [None], alone)[0]
+    expected |= run_processes(train, 2, folder, [None], (grpo,))[0]
+    found = run_processes(train, 2, folder, [2, 3], (*alone, grpo))[0]
     assert len(found) == 8
     for (name, stage), numbers in found.items():
         losses = torch.tensor(expected[name, None])

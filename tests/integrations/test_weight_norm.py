@@ -189,7 +189,7 @@ def test_wav2vec2_of_transformers():
         plain(SOUND).last_hidden_state.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for result in run_processes(_of_transformers, 2, values, timeout_s=150, check=False):
+    for result in run_processes(_of_transformers, 2, values, check=False):
         assert isinstance(result.value, dict), result.value or result.error
         for name, param in plain.named_parameters():
             same(result.value[name], param.detach(), name, 1e-5)

@@ -97,7 +97,7 @@ def test_b22_what_is_checked_for_is_what_the_swap_files_take(name, tmp_path, mon
         zs.close(model, restore=False)
         return result
 
-    for (needed, on_host), taken, entered in run_threads(2, rank_run, timeout_s=60):
+    for (needed, on_host), taken, entered in run_threads(2, rank_run):
         assert needed == entered and on_host == 2 * needed
         assert 0.97 * needed <= taken <= needed
 
@@ -173,7 +173,7 @@ def test_b23_what_is_foreseen_is_what_is_taken(name, separate, tmp_path, monkeyp
         zs.close(model, restore=False)
         return taken
 
-    everyone = run_threads(2, rank_run, timeout_s=60)
+    everyone = run_threads(2, rank_run)
     for taken, need in zip(everyone, seen, strict=True):
         assert need.released_nbytes == sum(param.nbytes for param in MODEL.parameters())
         for category, nbytes in need.parts.items():
@@ -205,7 +205,7 @@ def test_b23_too_little_memory_is_refused_on_every_rank_before_anything_is_chang
 
     meeting = threading.Barrier(2, timeout=20)
     short_of(monkeypatch, 1 << 20)
-    first, second = run_threads(2, rank_run, timeout_s=60)
+    first, second = run_threads(2, rank_run)
     assert first == second
     for words in ("parameters", "gradients", "optimizer states", "given back", "2 rank(s)", "cgroup /somewhere", "available",
                   "raise the memory limit", "fewer ranks", "Nothing was allocated"):  # fmt: skip
@@ -367,7 +367,7 @@ def test_a_need_that_finds_all_slots_taken_is_served_and_counted(tmp_path, stric
         assert held["staging"] == usual
         zs.close(model, restore=False)
 
-    run_threads(1, rank_run, timeout_s=60)
+    run_threads(1, rank_run)
 
 
 def test_a_narrow_gradient_reads_and_writes_like_any_other(strict_device):
@@ -386,7 +386,7 @@ def test_a_narrow_gradient_reads_and_writes_like_any_other(strict_device):
         rest.read(0, out).wait()
         assert out.tolist() == [0, 0.5, 2]
 
-    run_threads(1, rank_run, timeout_s=60)
+    run_threads(1, rank_run)
 
 
 # -- pinned memory -----------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_peers_are_told_with_the_report_and_nobody_hangs():
             model(DATA[rank]).sum().backward()
 
     with pytest.raises(zs.DeviceMemoryError):
-        run_threads(WORLD, rank_run, timeout_s=30)
+        run_threads(WORLD, rank_run)
 
 
 @pytest.mark.parametrize("error", [ValueError("of the program"), RuntimeError("of the program"), MemoryError("of the host")])

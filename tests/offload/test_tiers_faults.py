@@ -115,7 +115,7 @@ def test_every_rank_raises_the_same_error_and_goes_no_further(name, world_size, 
         later += later_uses(rank, model, optimizer)
         return error, later, calls.failed
 
-    results = run_threads(world_size, rank_run, timeout_s=60)
+    results = run_threads(world_size, rank_run)
     error, *_ = results[-1]
     for got, later, _failed in results:
         assert isinstance(got, zs.OffloadIOError), repr(got)
@@ -145,7 +145,7 @@ def test_less_than_was_written_is_an_error(what, tmp_path, faulty):
 
         return run_until_it_fails(rank, model, optimizer, "step", harm)
 
-    for error in run_threads(2, rank_run, timeout_s=60):
+    for error in run_threads(2, rank_run):
         assert isinstance(error, zs.OffloadIOError) and error.errno == errno.ENODATA, repr(error)
 
 
@@ -167,7 +167,7 @@ def test_wrong_bytes_are_noticed_by_checksum(tmp_path):
 
         return run_until_it_fails(rank, model, optimizer, "forward", harm if rank == 1 else lambda: None)
 
-    for error in run_threads(2, rank_run, timeout_s=60):
+    for error in run_threads(2, rank_run):
         assert isinstance(error, zs.OffloadIOError) and error.errno == errno.EBADMSG, repr(error)
 
 
@@ -266,7 +266,7 @@ def test_an_error_in_the_delayed_update_reaches_every_rank(tmp_path, faulty):
         error = run_until_it_fails(rank, model, optimizer, "step", arm)
         return error, later_uses(rank, model, optimizer), told
 
-    results = run_threads(2, rank_run, timeout_s=60)
+    results = run_threads(2, rank_run)
     for error, later, _ in results:
         assert isinstance(error, zs.OffloadIOError) and error.errno == errno.ENOSPC, repr(error)
         assert all(isinstance(other, zs.OffloadIOError) for other in later), later
@@ -365,7 +365,7 @@ def test_b22_a_folder_that_can_not_serve_is_refused_on_every_rank(how, state, tm
         return error, model.state_dict(), train(rank, task).weights
 
     with made_unusable(how, tmp_path, monkeypatch) as (given, words):
-        results = run_threads(2, rank_run, given, timeout_s=60)
+        results = run_threads(2, rank_run, given)
     for error, got, expected in results:
         assert isinstance(error, zs.SwapError) and isinstance(error, ValueError), repr(error)
         assert all(word in str(error) for word in words), str(error)
@@ -392,7 +392,7 @@ def test_a_disk_that_fails_while_the_model_is_placed_fails_on_every_rank(kind, t
             lambda: zs.shard(model, adamw(model.parameters()), stage=3, **tiers(str(tmp_path), "nvme", "nvme", "nvme"))
         )
 
-    for error in run_threads(2, rank_run, timeout_s=60):
+    for error in run_threads(2, rank_run):
         assert isinstance(error, zs.OffloadIOError) and error.errno == errno.ENOSPC, repr(error)
     gc.collect()
     assert not list(tmp_path.iterdir())
@@ -426,7 +426,7 @@ def test_ranks_that_use_different_units_are_told_so(parameter, tmp_path, strict_
         raised_by(lambda: zs.close(model))
         return error
 
-    errors = run_threads(2, rank_run, timeout_s=60)
+    errors = run_threads(2, rank_run)
     assert any(isinstance(error, zs.StallError) for error in errors), errors
     assert any("branches" in str(error) and "same modules" in str(error) for error in errors), errors
 
@@ -511,7 +511,7 @@ def _scenarios(rank: int, world: int, ports: dict[str, int], path: str) -> dict:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_processes_are_equal_fail_together_and_when_killed_leave_nothing(tmp_path):
     """Over gloo; then, over shared memory, an I/O error, and a SIGKILL, of rank 1 in the middle of its step."""
-    pair = run_processes(_scenarios, 2, {kind: free_port() for kind in SCENARIOS}, str(tmp_path), timeout_s=100)
+    pair = run_processes(_scenarios, 2, {kind: free_port() for kind in SCENARIOS}, str(tmp_path))
     assert [rank["equal"].value for rank in pair] == [4, 4], [rank["equal"].text for rank in pair]
     errors = [rank["error"].value for rank in pair]
     assert [name for name, *_ in errors] == ["OffloadIOError"] * 2, errors

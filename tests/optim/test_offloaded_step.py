@@ -52,8 +52,8 @@ def test_a_later_step_may_step_more_than_the_first(world_size, stage, tmp_path):
     both = [False, True, False, True]
     plain = {"stage": stage, "units": "leaf"}
     offloaded = {**plain, **tiers(str(tmp_path), "none", "cpu", "nvme")}
-    expected = run_threads(world_size, trained, both, plain, timeout_s=60)
-    got = run_threads(world_size, trained, both, offloaded, timeout_s=60)
+    expected = run_threads(world_size, trained, both, plain)
+    got = run_threads(world_size, trained, both, offloaded)
     for (weights, sizes), (wanted, _) in zip(got, expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in wanted.items())
         assert sizes[0] < sizes[1] == sizes[3]
@@ -72,7 +72,7 @@ def test_what_a_step_moves_does_not_depend_on_how_much_was_read_ahead(slow, tmp_
         return handle
 
     monkeypatch.setattr(Engine, "write", write)
-    (moved, ahead, theory) = run_threads(1, moved_by_steps, tiers(str(tmp_path), "none", "cpu", "nvme"), timeout_s=60)[0]
+    (moved, ahead, theory) = run_threads(1, moved_by_steps, tiers(str(tmp_path), "none", "cpu", "nvme"))[0]
     assert moved[1:] == [theory, theory]  # the first has no states to read
     assert max(ahead) == 0 if slow else min(ahead) > 0
 
@@ -124,6 +124,6 @@ def test_a_first_step_that_makes_more_states_than_foreseen(tmp_path):
 
     plain = {"stage": 3, "units": "model"}
     offloaded = {**plain, **tiers(str(tmp_path), "none", "cpu", "nvme")}
-    expected = run_threads(1, trained, [True, True], plain, two_groups, timeout_s=60)[0][0]
-    got = run_threads(1, trained, [True, True], offloaded, two_groups, timeout_s=60)[0][0]
+    expected = run_threads(1, trained, [True, True], plain, two_groups)[0][0]
+    got = run_threads(1, trained, [True, True], offloaded, two_groups)[0][0]
     assert all(torch.equal(got[name], value) for name, value in expected.items())

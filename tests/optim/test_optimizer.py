@@ -30,7 +30,7 @@ from zeroshard.testing import run_threads
 def compare(task: Task, world_size: int = WORLD, stages=STAGES, precision: str = "fp32", **options) -> None:
     """All stages against one process, all ranks."""
     options |= {"precision": precision}
-    per_rank = run_threads(world_size, lambda rank: [train(rank, task, stage=stage, **options) for stage in stages], timeout_s=40)
+    per_rank = run_threads(world_size, lambda rank: [train(rank, task, stage=stage, **options) for stage in stages])
     expected = reference(task, world_size, precision, per_rank[0][0].coefficients)
     for rank, outcomes in enumerate(per_rank):
         for stage, got in zip(stages, outcomes, strict=True):

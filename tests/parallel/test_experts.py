@@ -388,7 +388,7 @@ def results():
     import transformers  # noqa: F401  # before the ranks are forked
 
     with tempfile.TemporaryDirectory() as folder:
-        return run_processes(_on_ranks, WORLD, CELLS, Path(folder), timeout_s=300)
+        return run_processes(_on_ranks, WORLD, CELLS, Path(folder))
 
 
 def check(name):

@@ -173,7 +173,7 @@ def _all(rank: int, ranks: int) -> dict:
 
 @functools.cache
 def results() -> list:
-    return run_processes(_all, 2, timeout_s=120, check=False)
+    return run_processes(_all, 2, check=False)
 
 
 @pytest.mark.processes

@@ -47,7 +47,7 @@ def _rank(rank: int, ranks: int) -> dict:
 @pytest.mark.processes
 @pytest.mark.skipif(os.environ.get("ZEROSHARD_SLOW") != "1", reason="half a minute beside others: set ZEROSHARD_SLOW=1")
 def test_losses_and_parameters_are_those_of_fsdp2_over_the_same_mesh():
-    for found in run_processes(_rank, WORLD, timeout_s=150):
+    for found in run_processes(_rank, WORLD):
         for sizes in MESHES:
             losses, values = found[sizes, "fsdp2"]
             assert losses[-1] < losses[0] and values

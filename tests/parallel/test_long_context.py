@@ -30,7 +30,7 @@ def test_long_context_equals_one_process_and_reports_what_it_did(kind):
             assert out.logits.shape == (2, 1, VOCAB)
         return losses, zs.full_state_dict(model), str(zs.report(model))
 
-    results = run_threads(2, on_rank, timeout_s=100)
+    results = run_threads(2, on_rank)
     compare(results, one_process(model_of(kind), data))
     for line in (
         "2 MLPs compute 3 tokens",

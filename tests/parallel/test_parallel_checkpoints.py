@@ -227,7 +227,7 @@ def results(tmp_path_factory):
         deeper = seeded(Net)
         deeper.blocks["2"] = copy.deepcopy(deeper.blocks["1"])
         zs.save(root / name / "deeper", *zs.shard(deeper, two_groups(deeper)))
-    return root, mine, run_processes(_on_ranks, WORLD, root, timeout_s=150)
+    return root, mine, run_processes(_on_ranks, WORLD, root)
 
 
 def assert_equal(got, want, what=""):

@@ -223,13 +223,14 @@ def _world(rank: int, ranks: int, cells: list[Cell]) -> dict[str, str]:
 @functools.cache
 def results(world: int) -> list:
     cells = every(world) if SLOW else FEW
-    return run_processes(_world, world, cells, timeout_s=3000 if SLOW else 170, check=False)
+    return run_processes(_world, world, cells, check=False)
 
 
 CELLS = [*every(2), *every(4), *every(8)] if SLOW else FEW
 
 
 @pytest.mark.processes
+@pytest.mark.limit(3000 if SLOW else 240)  # the first runs all cells
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_equal_to_one_process(cell):
     for result in results(cell.pp * cell.dp * cell.tp):

@@ -175,12 +175,13 @@ def _all(rank, ranks, cells):
 
 
 @pytest.mark.processes
+@pytest.mark.limit(1200 if SLOW else 240)
 def test_bits_of_one_process():
     expected = {}
     for _, schedule, _, tied, max_norm in CELLS:
         task = tied, schedule == "LoopedBFS", max_norm
         expected[task] = expected.get(task) or kit.one_process(tied, 2, *task[1:])
-    results = run_processes(_all, WORLD, CELLS, timeout_s=600 if SLOW else 150)
+    results = run_processes(_all, WORLD, CELLS)
     for cell in CELLS:
         losses, values = expected[cell[3], cell[1] == "LoopedBFS", cell[4]]
         atol = 0.0 if cell[4] is None else 1e-6  # a norm is added up in another order
@@ -242,7 +243,7 @@ def _once_and_bad_input(rank, ranks):
 
 @pytest.mark.processes
 def test_one_reduction_a_step_and_a_sentence_on_every_rank():
-    for once, *said in run_processes(_once_and_bad_input, WORLD, timeout_s=100):
+    for once, *said in run_processes(_once_and_bad_input, WORLD):
         assert once == (once[1], once[1], True), "each group is reduced once, and that begins inside of the last backward"
         sentences = (
             "a batch of [6] rows", "data-parallel ranks", "have built different pipelines", "data-parallel ranks alone",
@@ -276,7 +277,7 @@ def _failing(rank, ranks, how):
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["raises", "dies"] if SLOW else ["dies"])
 def test_a_rank_that_fails_in_one_stage_ends_all(how):
-    results = run_processes(_failing, WORLD, how, timeout_s=100, grace_s=15, check=False)
+    results = run_processes(_failing, WORLD, how, grace_s=100, check=False)
     assert all(result.exitcode not in (0, -9, -15) for result in results), [result.exitcode for result in results]
     for result in results[:3]:
         assert "PeerFailed" in result.error and "rank 3" in result.error, result.error
@@ -285,7 +286,7 @@ def test_a_rank_that_fails_in_one_stage_ends_all(how):
 @pytest.mark.processes
 @pytest.mark.skipif(not SLOW, reason="it waits for limits of time: set ZEROSHARD_SLOW=1")
 def test_a_schedule_that_stands_still_is_told():
-    results = run_processes(_failing, WORLD, "sleeps", timeout_s=100, grace_s=STALL_S, check=False)
+    results = run_processes(_failing, WORLD, "sleeps", grace_s=STALL_S, check=False)
     told = [result.error for result in results[:3] if result.error and "StallError" in result.error]
     assert told, [result.error for result in results]
     assert all("pipeline stage 0: gradients of micro-batch 0 from stage 1" in text for text in told), told[0]

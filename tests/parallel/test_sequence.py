@@ -118,7 +118,7 @@ def test_bert_labels_stand_for_their_own_tokens():
             losses.append((loss * count).item() / 30)  # labels of the whole batch
         return losses, zs.full_state_dict(model)
 
-    compare(run_threads(2, on_rank, timeout_s=100), one_process(model, data))
+    compare(run_threads(2, on_rank), one_process(model, data))
 
 
 def test_bf16_equals_one_rank():
@@ -128,7 +128,7 @@ def test_bf16_equals_one_rank():
     for mesh in ({"sp": 1}, {"sp": 2}):
         models = [copy.deepcopy(model_of("llama")) for _ in range(mesh["sp"])]
         run = functools.partial(trained, data=data, mesh=mesh, stage=3, precision="bf16")
-        results = run_threads(mesh["sp"], lambda rank, run=run, models=models: run(rank, models[rank]), timeout_s=100)
+        results = run_threads(mesh["sp"], lambda rank, run=run, models=models: run(rank, models[rank]))
         runs.append([sum(each) for each in zip(*(result[0] for result in results), strict=True)])
     assert runs[1] == pytest.approx(runs[0], rel=2e-3)
 
@@ -167,7 +167,7 @@ def _on_processes(rank: int, size: int):
 
 @pytest.mark.processes
 def test_processes_over_shared_memory_and_gloo_equal_one_process():
-    results = run_processes(_on_processes, 4, timeout_s=300)
+    results = run_processes(_on_processes, 4)
     expected = one_process(model_of("llama"), batches(rows=2))
     gathered = one_process(model_of("llama", 6), batches(steps=2))
     for backend in ("shared", "dist"):
@@ -236,7 +236,7 @@ def refused(world: int, body, match: str) -> None:
             body(rank)
         return "refused"
 
-    assert run_threads(world, on_rank, timeout_s=60) == ["refused"] * world
+    assert run_threads(world, on_rank) == ["refused"] * world
 
 
 def test_models_that_do_not_fit_are_refused_before_any_change():
@@ -349,7 +349,7 @@ def test_a_loader_is_cut_and_a_closed_model_is_as_before(capsys):
         with torch.no_grad():
             return len(loader), parts, [model(input_ids=batch["input_ids"]).logits for batch in data]
 
-    (count, left, whole), (_, right, _) = run_threads(2, on_rank, timeout_s=60)
+    (count, left, whole), (_, right, _) = run_threads(2, on_rank)
     assert count == 2 and models[0].config._attn_implementation == "eager"
     for pair in zip(left, right, whole, strict=True):
         torch.testing.assert_close(torch.cat(pair[:2], dim=1), pair[2])

@@ -24,7 +24,7 @@ LAYERS = 2
 def outcomes():
     import tensor_parallel_cells
 
-    return run_processes(tensor_parallel_cells.on_rank, 2, timeout_s=150)
+    return run_processes(tensor_parallel_cells.on_rank, 2)
 
 
 @pytest.mark.processes

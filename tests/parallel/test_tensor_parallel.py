@@ -362,10 +362,11 @@ def _all(rank: int, ranks: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, str]]:
-    return run_processes(_all, WORLD, timeout_s=600 if SLOW else 160, check=False)
+    return run_processes(_all, WORLD, check=False)
 
 
 @pytest.mark.processes
+@pytest.mark.limit(1200 if SLOW else 240)  # the first runs all cases
 @pytest.mark.parametrize("name", CASES)
 def test_tensor_parallel(results, name):
     for result in results:

@@ -33,7 +33,7 @@ VERSIONS = ("deepspeed", "torch", "accelerate", "transformers", "lightning", "pe
 TOLERANCE, WEIGHTS_TOLERANCE = 1e-5, 5e-5  # a weight is told as the sum of its elements, each times at most 1
 
 
-def numbers(cells: list[str], folder: Path, deepspeed_python: str | None = None, limit_s: float = 170) -> dict:
+def numbers(cells: list[str], folder: Path, deepspeed_python: str | None = None, limit_s: float = 3600) -> dict:
     """{cell: {"whole": ..., "resumed": ...}} as zeroshard has them, or the real DeepSpeed of that Python. A process for each rank."""
     folder.mkdir(parents=True)
     count = RANKS.get(cells[0].partition("/")[0], 2)
@@ -81,7 +81,7 @@ def record(deepspeed_python: str, programs: list[str]) -> None:
     for program in programs:
         cells = [cell for cell in CELLS if cell.startswith(program + "/") and cell not in REFERENCE]
         with tempfile.TemporaryDirectory() as folder:
-            found = numbers(cells, Path(folder) / program, deepspeed_python, limit_s=1800)
+            found = numbers(cells, Path(folder) / program, deepspeed_python)
             for name in (cell.replace("/", "-") for cell in cells if cell in KEPT):
                 ignored = shutil.ignore_patterns("*.py")  # DeepSpeed's script
                 shutil.rmtree(CHECKPOINTS / name, ignore_errors=True)

@@ -109,5 +109,5 @@ def assert_every_cell_equals_one_process(precision: str, world_size: int) -> Non
     options = {"precision": precision}
     if precision == "fp16":
         options["loss_scale"] = SCALE["fp16"]
-    outcomes = run_threads(world_size, lambda rank: run_cells(rank, chosen, world_size, **options), timeout_s=140)
+    outcomes = run_threads(world_size, lambda rank: run_cells(rank, chosen, world_size, **options))
     check(chosen, outcomes, world_size, precision)

@@ -41,7 +41,7 @@ def on_ranks(world_size: int, network: str, body: Callable[[int, dict], Any], no
         comm.nodes = [rank // (node_size or world_size) for rank in range(world_size)]
         return body(rank, {"comm": comm})
 
-    results = run_threads(world_size, rank_run, timeout_s=50)
+    results = run_threads(world_size, rank_run)
     assert not office.letters, "sent, but not received"
     return results
 

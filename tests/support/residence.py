@@ -23,7 +23,7 @@ def in_own_process(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def started(**fixtures: Any) -> None:
-        run_processes(_call, 1, test.__module__, test.__name__, fixtures, timeout_s=120)
+        run_processes(_call, 1, test.__module__, test.__name__, fixtures)
 
     return started
 

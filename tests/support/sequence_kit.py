@@ -122,7 +122,7 @@ def trained(rank: int, model: nn.Module, data: list[dict], mesh: dict, micro: in
 def assert_equals_one_process(model: nn.Module, data: list[dict], mesh: dict, close: float = 1e-5, **options) -> None:
     world = math.prod(mesh.values())
     models = [copy.deepcopy(model) for _ in range(world)]
-    results = run_threads(world, lambda rank: trained(rank, models[rank], data, mesh, **options), timeout_s=100)
+    results = run_threads(world, lambda rank: trained(rank, models[rank], data, mesh, **options))
     compare(results, one_process(model, data), close)
 
 

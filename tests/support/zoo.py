@@ -163,7 +163,7 @@ def compare(got: Trace, wanted: Trace, tolerance: float) -> None:
 def check(case: Case, **options: Any) -> list[Trace]:
     """Train sharded and plain, compare, and return the sharded traces."""
     wanted = reference(case)
-    traces = run_threads(case.world, lambda rank: sharded(case, rank, **options), timeout_s=60)
+    traces = run_threads(case.world, lambda rank: sharded(case, rank, **options))
     for mine, theirs in zip(traces, wanted, strict=True):
         compare(mine, theirs, case.tolerance)
     return traces

@@ -511,4 +511,4 @@ def over_both_transports(rank, world):
 
 @pytest.mark.processes
 def test_over_both_transports():
-    run_processes(over_both_transports, WORLD, timeout_s=120)
+    run_processes(over_both_transports, WORLD)

@@ -148,7 +148,7 @@ def plain_run(sequence: list) -> tuple:
 
 def check(sequence: list, stages: tuple = (0, 1, 2, 3), **options) -> None:
     weights, gradients, states = plain_run(sequence)
-    per_rank = run_threads(WORLD, lambda rank: sharded_run(rank, sequence, stages, **options), timeout_s=30)
+    per_rank = run_threads(WORLD, lambda rank: sharded_run(rank, sequence, stages, **options))
     for results in per_rank:
         for stage, (got_weights, got_gradients, got_states) in zip(stages, results, strict=True):
             where = f"stage {stage} {options}: {sequence}"

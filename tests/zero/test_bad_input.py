@@ -409,7 +409,7 @@ def test_b04_an_exception_on_one_rank(mode, where):
             raise
 
     with pytest.raises(KeyError, match="no such image"):
-        run_threads(2, run, timeout_s=30)
+        run_threads(2, run)
     assert isinstance(seen[0], zs.PeerFailed) and seen[0].rank == 1 and "no such image" in str(seen[0])
 
 

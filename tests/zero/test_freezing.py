@@ -400,7 +400,7 @@ def _train(rank, world_size):
 @pytest.mark.processes
 def test_phases_over_torch_distributed():
     expected, state = Run(PHASES["phases"]).reference(seeded(Stack), adamw)
-    for found in run_processes(_train, 2, timeout_s=120):
+    for found in run_processes(_train, 2):
         for key, (grads, final, error) in found.items():
             assert "is frozen (requires_grad=False) on ranks [1] alone" in error
             for step, (mine, theirs) in enumerate(zip(grads, expected, strict=True)):

@@ -123,7 +123,7 @@ def _train(rank: int, world_size: int, folder: str) -> dict[str, dict[str, torch
 
 @pytest.mark.processes
 def test_processes_train_what_they_loaded_under_init(stored):
-    for found in run_processes(_train, 2, str(stored(tied_llama)[1]), timeout_s=120):
+    for found in run_processes(_train, 2, str(stored(tied_llama)[1])):
         for comm in ("shared", "dist"):
             assert list(found[comm]) == list(found[""])
             for name, value in found[""].items():

@@ -67,7 +67,7 @@ def _over_torch_distributed(rank, world_size):
 @pytest.mark.processes
 def test_frozen_parameters_on_shared_memory_and_over_torch_distributed():
     expected = run_threads(WORLD, _with_frozen, 0)[0]
-    everyone = [*run_threads(WORLD, _with_frozen, SMALL), *sum(run_processes(_over_torch_distributed, WORLD, timeout_s=120), [])]
+    everyone = [*run_threads(WORLD, _with_frozen, SMALL), *sum(run_processes(_over_torch_distributed, WORLD), [])]
     for got in everyone:
         assert all(torch.equal(value, expected[name]) for name, value in got.items())
 

@@ -118,7 +118,7 @@ def _all(rank: int, world_size: int) -> dict:
 
 @functools.cache
 def trained() -> list[dict]:
-    return run_processes(_all, 2, timeout_s=150)
+    return run_processes(_all, 2)
 
 
 @pytest.mark.processes
@@ -144,6 +144,6 @@ def _unrecorded(rank: int, world_size: int) -> str:
 
 @pytest.mark.processes
 def test_c02_what_no_record_knows_ends_with_a_report() -> None:
-    said = run_processes(_unrecorded, 2, timeout_s=60)
+    said = run_processes(_unrecorded, 2)
     assert said[0].startswith("StallError") and "branches.1" in said[0], said
     assert "branches.2" in said[1] or "branches.1" in said[1], said

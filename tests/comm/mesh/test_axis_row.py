@@ -89,7 +89,7 @@ def _on_ranks(rank, ranks):
 
 @pytest.mark.processes
 def test_an_axis_that_is_a_row_shards_states_and_equals_one_process():
-    for found in run_processes(_on_ranks, WORLD, timeout_s=300):
+    for found in run_processes(_on_ranks, WORLD):
         for (name, stage), got in found.items():
             kind = "groups" if name.startswith("replicas") else "plain"
             order = (0, 2, 1, 3) if name == "replicas inside" else range(WORLD)

@@ -54,7 +54,7 @@ def _all(rank, ranks):
 
 @pytest.mark.processes
 def test_numbers_of_one_process_and_few_groups():
-    results = run_processes(_all, WORLD, timeout_s=150)
+    results = run_processes(_all, WORLD)
     for found, groups in results:
         assert groups == groups[:1] * len(CELLS), groups
         for name, got in found.items():
@@ -101,7 +101,7 @@ def _failing(rank, ranks, what):
 
 @pytest.mark.processes
 def test_a_rank_that_fails_in_the_middle_of_a_hop_is_told_on_all():
-    results = run_processes(_failing, WORLD, "fail", timeout_s=60, check=False)
+    results = run_processes(_failing, WORLD, "fail", check=False)
     for rank, result in enumerate(results):
         text = result.error if rank == 2 else result.value
         assert "the loss of rank 2 is out of sorts" in str(text), (rank, text)
@@ -111,7 +111,7 @@ def test_a_rank_that_fails_in_the_middle_of_a_hop_is_told_on_all():
 @pytest.mark.slow  # 20 s, most of it waiting; stalls between nodes: test_two_nodes
 @pytest.mark.processes
 def test_a_stall_in_the_middle_of_a_hop_is_explained():
-    results = run_processes(_failing, WORLD, "sleep", timeout_s=90, check=False)
+    results = run_processes(_failing, WORLD, "sleep", check=False)
     for rank, result in enumerate(results):
         assert result.value is not None, result
         text = result.value

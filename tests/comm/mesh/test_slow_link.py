@@ -84,7 +84,7 @@ def train(rank: int, world_size: int, nodes: Nodes):
 @pytest.mark.limit(900)
 def test_packed_steps_are_faster_in_proportion_to_a_slow_link():
     with Nodes(LINK) as nodes:
-        ranks = run_processes(train, RANKS, nodes, timeout_s=800.0)
+        ranks = run_processes(train, RANKS, nodes)
     seconds, sent, losses = {}, {}, {}
     for name in WAYS:
         rounds = list(zip(*(turns[name] for turns, _ in ranks), strict=True))  # [round][rank]
