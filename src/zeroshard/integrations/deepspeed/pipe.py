@@ -30,8 +30,8 @@ class PipelineError(Exception):
     """Raised for uses of a PipelineModule, or of its engine, that a pipeline does not have."""
 
 
-def check_config(config: DeepSpeedConfig, stages: int) -> None:
-    """Raise DeepSpeedConfigError for what a pipeline of several stages does not have."""
+def check_config(config: DeepSpeedConfig) -> None:
+    """Raise DeepSpeedConfigError for what a pipeline does not have."""
     if config.gradient_allreduce_op == "sum":
         raise DeepSpeedConfigError('gradient_allreduce_op "sum" with a PipelineModule: use "mean", and scale the loss.')
 
