@@ -107,7 +107,7 @@ def parallelize(
     config = Config.build(config, **options)
     divided = divisible(model, sizes["ep"], experts, capacity_factor) if sizes["ep"] > 1 else {}
     chosen = _styles(model, styles, sizes["tp"], divided)
-    takes = _check_sequence(model, sizes["sp"], sizes["tp"]) if sizes["sp"] > 1 else frozenset()
+    takes = _check_sequence(model) if sizes["sp"] > 1 else frozenset()
     coefficient = router_loss.coefficient(model)
     name, per_rank = _schedule(schedule, stages_per_rank, sizes["pp"])
     modules, own = [model], [0]
@@ -123,9 +123,9 @@ def parallelize(
     return Parallel(mesh, pairs, micro_batches, name, loss, context, coefficient, takes)
 
 
-def _check_sequence(model: nn.Module, sp: int, tp: int) -> frozenset[str]:
+def _check_sequence(model: nn.Module) -> frozenset[str]:
     """Return the names of a forward's arguments. Raise ConfigError if a model's tokens can not be computed by ranks along sp."""
-    sequence_parallel.check(model, sp, tp)
+    sequence_parallel.check(model)
     takes = inspect.signature(model.forward).parameters
     if "position_ids" not in takes and all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in takes.values()):
         raise ConfigError(

@@ -171,11 +171,11 @@ def test_parameters_are_sent_beside_the_next_forward_after_a_step():
     assert seconds[0] == pytest.approx(seconds[1], rel=0.01)
 
 
-def test_no_pipeline_is_searched_in_fp16():
-    """Each stage would have a loss scale of its own, which the runtime refuses."""
-    assert {layout.pp for layout in by_formula(TINY, A100, 8, 64, "fp16")} == {1}
-    with pytest.raises(ConfigError, match="pp=2 with fp16: each stage would have a loss scale of its own. Use bf16"):
-        search(asked(A100, precision="fp16"), 64, fixed={"pp": 2})
+def test_pipelines_are_searched_in_fp16():
+    assert {layout.pp for layout in by_formula(TINY, A100, 8, 64, "fp16")} == {
+        layout.pp for layout in by_formula(TINY, A100, 8, 64)
+    }
+    assert search(asked(A100, precision="fp16"), 64, fixed={"pp": 2}).best.layout.pp == 2
 
 
 def test_device_and_host_of_a_cpu_are_one_memory_in_a_dry_run_too(monkeypatch):

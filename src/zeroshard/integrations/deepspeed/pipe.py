@@ -31,8 +31,8 @@ class PipelineError(Exception):
     """Raised for calls of a PipelineModule, or of its engine, that a pipeline does not support."""
 
 
-def check_config(config: DeepSpeedConfig, stages: int) -> None:
-    """Raise DeepSpeedConfigError for options that a pipeline of several stages does not support."""
+def check_config(config: DeepSpeedConfig) -> None:
+    """Raise DeepSpeedConfigError for options that a pipeline does not support."""
     if config.gradient_allreduce_op == "sum":
         raise DeepSpeedConfigError('gradient_allreduce_op "sum" with a PipelineModule: use "mean", and scale the loss.')
 

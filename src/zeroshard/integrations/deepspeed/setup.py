@@ -211,7 +211,7 @@ def _config(given: object, mpu: object, optimizer: object, lr_scheduler: object,
 def _move(model: nn.Module, config: DeepSpeedConfig, mpu: object, device: torch.device) -> None:
     """Cast the model, move it to the device, and let it recompute activations as configured. It may raise on a single rank."""
     if isinstance(model, PipelineModule):
-        check_config(config, model.num_stages)
+        check_config(config)
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
     cast_buffers(config, model)
     for param in model.parameters() if config.model_dtype is not torch.float32 else ():

@@ -38,9 +38,9 @@ def _meshes(request: Request) -> Iterator[Request]:
     axes, source = request.axes, request.source
     for tp, pp in () if _beside_dp(request) else itertools.product((1, *_TIMES), repeat=2):
         whole = axes[TP] * tp, axes[PP] * pp
-        # two blocks a stage, or more; in fp16 each stage would have a loss scale of its own
-        staged = 2 * whole[1] <= (source.layers or 0) and request.config.precision != "fp16"
-        if tp * pp == 1 or axes[DP] % (tp * pp) or (pp > 1 and not staged):
+        if (
+            tp * pp == 1 or axes[DP] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.layers or 0))
+        ):  # two blocks a stage, or more
             continue
         heads = source.heads if source.config is not None else None  # formulas know tp of no other models than GPTs
         if tp > 1 and (not heads or heads % whole[0] or source.vocab % whole[0] or whole[0] > request.ranks_of_node):

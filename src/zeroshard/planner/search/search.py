@@ -108,7 +108,7 @@ def by_formula(
 ) -> list[Layout]:  # fmt: skip
     """Return the layouts that fit by formula, the fastest by formula first; arguments as of `search`. counts: gets `considered`."""
     fixed, counts = fixed or {}, Counter() if counts is None else counts
-    _check(profile, devices, global_batch, precision, fixed, margin)
+    _check(profile, devices, global_batch, fixed, margin)
     limits = _limits(hardware, devices, margin)
     fitting: list[tuple[float, Layout]] = []
     shortest: tuple[float, Layout | None] = (math.inf, None)
@@ -136,7 +136,7 @@ def by_formula(
 
 
 def _check(
-    profile: Profile, devices: int, global_batch: int, precision: str, fixed: Mapping[str, Any], margin: float
+    profile: Profile, devices: int, global_batch: int, fixed: Mapping[str, Any], margin: float
 ) -> None:  # fmt: skip
     for name, value in (("devices", devices), ("global_batch", global_batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -155,10 +155,6 @@ def _check(
         )
     Layout(**{axis: fixed.get(axis, 1) for axis in (PP, TP, EP, SP)})  # raises ConfigError for axes that do not go together
     profile.check(fixed.get(EP, 1), fixed.get(SP, 1))
-    if fixed.get(PP, 1) > 1 and precision == "fp16":  # parallel/pipeline.py
-        raise ConfigError(
-            f"{PP}={fixed[PP]} with fp16: each stage would have a loss scale of its own. Use bf16, or leave out {PP}."
-        )
 
 
 # -- what there is to choose from --------------------------------------------------------------------------------------
@@ -179,11 +175,7 @@ def _layouts(
             continue
         for pp, ep, sp in _axes_beside(profile, devices // tp, tp, node_size, fixed):
             readers = devices // tp // pp // sp
-            if (
-                pp > len(profile.blocks)
-                or global_batch % readers
-                or (pp > 1 and (checkpoints == ("none",) or precision == "fp16"))
-            ):
+            if pp > len(profile.blocks) or global_batch % readers or (pp > 1 and checkpoints == ("none",)):
                 continue
             rows = global_batch // readers
             for micro_batch in _divisors(rows):
