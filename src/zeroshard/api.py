@@ -33,7 +33,7 @@ from .optim.validation import check_optimizer
 from .tensor import distributed
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
-from .utils.axes import SP
+from .utils.axes import SP, TP
 from .zero import hooks, init_context
 from .zero.along_axis import Line, check_axes, connect
 from .zero.auto_stage import choose, is_auto
@@ -182,7 +182,7 @@ def _shard(
     connect(runtime, axes.lines)
     hooks.attach(runtime)
     if axes.size(SP) > 1:
-        sequence_parallel.attach(runtime, Line(runtime, SP, axes.lines[SP]))
+        sequence_parallel.attach(runtime, Line(runtime, SP, axes.lines[SP]), axes.size(TP))
     if axes.size(SP) > 1 or axes.divided is not None:
         router_loss.attach(runtime)
     init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import causal_lower_right
 
 from ..utils.torch_compat import cpu_attention, cpu_attention_backward
 
@@ -46,7 +45,12 @@ def _attend(
     options: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}  # not all kernels have it
     if q == k:
         return F.scaled_dot_product_attention(query, key, value, None, dropout_p, True, scale=scale, **options)
-    mask = query.new_ones(q, k, dtype=torch.bool).tril(k - q) if on_cpu else causal_lower_right(q, k)
+    if on_cpu:
+        mask: Any = query.new_ones(q, k, dtype=torch.bool).tril(k - q)
+    else:
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler
+
+        mask = causal_lower_right(q, k)
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale, **options)
 
 

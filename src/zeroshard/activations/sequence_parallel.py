@@ -57,9 +57,9 @@ def check(model: nn.Module) -> None:
             transformers_attention.check(name, module)
 
 
-def attach(runtime: Runtime, line: Line) -> None:
-    """Let the attention of a sharded model be over whole sequences. line: the ranks along sp."""
-    sequence, model = SequenceParallel(line, runtime.schedule.note), runtime.model
+def attach(runtime: Runtime, line: Line, tp: int) -> None:
+    """Let the attention of a sharded model be over whole sequences. line: the ranks along sp. tp: number of ranks along tp."""
+    sequence, model = SequenceParallel(line, runtime.schedule.note, tp), runtime.model
     handles: list[Any] = [_Detached(model)]
     covered: set[nn.Module] = set()
     for module in model.modules():

@@ -176,9 +176,10 @@ def _mask(function: Callable, **kwargs: Any) -> Any:
             f"sp: expected as many keys as queries, got a mask of {length} queries and {kwargs['kv_length']} keys: over an axis sp, attention "
             "is of sequences to themselves."
         )
-    whole, heads = length * forward.sequence.size, getattr(kwargs["config"], "num_attention_heads", None)
+    sequence, heads = forward.sequence, getattr(kwargs["config"], "num_attention_heads", None)
+    whole = length * sequence.size
     kwargs |= {"q_length": whole, "kv_length": whole, "attention_mask": forward.padding}
-    share = forward.sequence.share(heads if isinstance(heads, int) else forward.sequence.size)
+    share = sequence.share(heads // sequence.tp if isinstance(heads, int) else sequence.size)
     if share.groups == 1:
         return function(**kwargs)
     if kwargs["config"]._attn_implementation not in _BY_MASK:
@@ -192,14 +193,15 @@ def _mask(function: Callable, **kwargs: Any) -> Any:
 
 
 def _attend(
-    function: Callable, name: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
+    function: Callable, name: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Call an attention function of the registry for whole sequences and this rank's heads. query: (B, H, S / n, D)."""
     sequence, what, flash = active_in(module), f"sp: {type(module).__name__}", "flash" in name
     assert sequence is not None
     if kwargs.get("position_bias") is not None:
         raise ConfigError(f"{what} has a position bias for each head and pair of tokens. Shard it over dp and tp.")
-    heads, length = query.shape[1], query.shape[2]
+    mask, heads, length = attention_mask, query.shape[1], query.shape[2]
     share = sequence.share(heads)
     query, key, value = sequence.to_heads(share, query, key, value)
     if isinstance(mask, Tensor) and mask.ndim == 4:

@@ -88,7 +88,7 @@ class Share(NamedTuple):
             bounds = [*bounds[:-1], end] if bounds and bounds[-1] == begin else [*bounds, begin, end]
         return list(zip(bounds[::2], bounds[1::2], strict=True))
 
-    @torch.compiler.disable
+    @torch_compat.disable_dynamo
     def causal(
         self, length: int, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, tokens: int
     ) -> Tensor:
@@ -106,14 +106,15 @@ class Share(NamedTuple):
 class SequenceParallel:
     """The ranks along sp of this rank's place, which have the tokens of the same sequences, and a model's exchanges among them.
 
-    note: tells `zs.report` how attention is exchanged. calls: attentions so far. agreed: ranks have compared shapes in this forward.
-    only_in_training: a model in evaluation mode attends to this rank's tokens alone. Threads: as the Comm.
+    note: tells `zs.report` how attention is exchanged. tp: ranks along tp, each of which has 1 / tp of a model's heads. calls:
+    attentions so far. agreed: ranks have compared shapes in this forward. only_in_training: a model in evaluation mode attends to
+    this rank's tokens alone. Threads: as the Comm.
     """
 
     only_in_training = False
 
-    def __init__(self, line: Line, note: Callable[[str], None]) -> None:
-        self.line, self.comm, self.note = line, line.comm, note
+    def __init__(self, line: Line, note: Callable[[str], None], tp: int = 1) -> None:
+        self.line, self.comm, self.note, self.tp = line, line.comm, note, tp
         self.rank, self.size = line.comm.rank, line.comm.world_size
         self.calls, self.agreed = 0, False
 
