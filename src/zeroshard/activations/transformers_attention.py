@@ -116,12 +116,11 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict) -> _Forwa
     if positions.ndim != 2:
         return _Forward(sequence, None, None)
     whole = sequence.whole(positions, f"{SP} all-gather positions")
-    if sequence.comm.imagined or bool((whole.diff(dim=-1) == 1).all()):
-        return _Forward(sequence, None, None)
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
-    # without a mask the model would find packed sequences in this rank's positions alone
+    # without a mask the model would look for packed sequences in the positions of this rank, and find some where it is compiled
     kwargs["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=whole.device)
-    return _Forward(sequence, None, whole.expand(tokens.shape[0], -1))
+    packed = not sequence.comm.imagined and bool((whole.diff(dim=-1) != 1).any())
+    return _Forward(sequence, None, whole.expand(tokens.shape[0], -1) if packed else None)
 
 
 def _mask(function: Callable, **kwargs: Any) -> Any:
