@@ -4,8 +4,8 @@
     keys of the queries                   | k4 k5 k6    the ordinary causal square
 
 On a CPU the two parts are computed one after the other and merged by their log-sum-exps, as blocks of keys are in
-FlashAttention-2 (arXiv 2307.08691, section 3.1). On a GPU torch's kernels do it (torch.nn.attention.bias.causal_lower_right). A mask is made where
-torch has no such kernel: with dropout on a CPU, for example.
+FlashAttention-2 (arXiv 2307.08691, section 3.1). On a GPU torch's kernels do it (torch.nn.attention.bias.causal_lower_right).
+A mask is made where torch has no such kernel: with dropout on a CPU, for example.
 """
 
 from __future__ import annotations

@@ -243,8 +243,8 @@ def _in_runs(name: str, what: str, module: Any, query: Tensor, mask: Any, kwargs
     if not fits:
         raise ConfigError(
             f"{what}: the ranks along sp are more than can share its heads, and then {name} has no attention over packed "
-            "sequences, and none over padding that is not causal; functions other than those of Transformers have no causal one. Call "
-            "model.set_attn_implementation('sdpa') before zs.shard, or make a mesh whose sp divides the heads."
+            "sequences, and none over padding that is not causal; functions other than those of Transformers have no causal one. "
+            "Call model.set_attn_implementation('sdpa') before zs.shard, or make a mesh whose sp divides the heads."
         )
     return causal
 
