@@ -13,9 +13,7 @@ from .tables import MIB, Measured, Row
 
 RANKS, LENGTHS = (4, 8), (1024, 4096, 16384, 65536)
 SHAPE = ModelShape(vocab_size=1024, dim=128, layers=2, heads=8)
-LONG = (
-    32768  # tokens; from here on a step takes minutes on a CPU, so there is one round of one step, on the first number of ranks
-)
+LONG = 32768  # tokens; longer steps have one sequence, one round, no zs3, and only the first number of ranks: they take minutes
 
 
 def run(
@@ -25,24 +23,27 @@ def run(
     """Race sequences of all lengths on each number of ranks; return a table for each number of ranks."""
     found = []
     for size in ranks:
-        raced: list[tuple[int, list[Outcome], Measured]] = []
+        raced: list[tuple[Workload, list[Outcome], Measured]] = []
         for length in lengths if size == ranks[0] else [each for each in lengths if each < LONG]:
             warmup, turns = (1, rounds.rounds) if length < LONG else (0, 1)
-            workload = Workload(dataclasses.replace(shape, seq_len=length), sequences=size, ranks=size, seed=seed, long=True)
-            outcomes = race(contenders, workload, Rounds(warmup, turns, steps=1, memory_steps=1), log_dir / f"{size}-{length}")
-            raced.append((length, outcomes, table("sequences", "", workload, outcomes)))
-        title = f"Sequences of a Llama (dim {shape.dim}, {shape.layers} layers) on {size} ranks, {size} sequences a step"
-        found.append(_joined(title, size, raced))
+            sequences = size if length < LONG else 1
+            workload = Workload(dataclasses.replace(shape, seq_len=length), sequences, size, seed, long=True)
+            asked = [each for each in contenders if length < LONG or each.kind != "zs"]
+            outcomes = race(asked, workload, Rounds(warmup, turns, steps=1, memory_steps=1), log_dir / f"{size}-{length}")
+            raced.append((workload, outcomes, table("sequences", "", workload, outcomes)))
+        title = f"Sequences of a Llama (dim {shape.dim}, {shape.layers} layers) on {size} ranks"
+        found.append(_joined(title, raced))
     return found
 
 
-def _joined(title: str, ranks: int, raced: list[tuple[int, list[Outcome], Measured]]) -> Measured:
+def _joined(title: str, raced: list[tuple[Workload, list[Outcome], Measured]]) -> Measured:
     """Return one table of all lengths: tokens a second, memory that a step adds, and times over those of zs3 and of DeepSpeed."""
     rows, notes, skipped = [], [], dict[str, str]()
-    for length, outcomes, measured in raced:
+    for workload, outcomes, measured in raced:
+        length = workload.shape.seq_len
         ran = {o.contender.kind: o for o in outcomes if o.ran and o.rounds_step_s}
         for outcome in ran.values():
-            facts = {"tokens/s": ranks * length / median(outcome.round_s)}
+            facts = {"tokens/s": workload.sequences * length / median(outcome.round_s)}
             facts |= {
                 f"/ {name}": median_ratio(outcome.round_s, ran[kind].round_s)
                 for name, kind in (("zs3", "zs"), ("ulysses3", "ulysses"))
@@ -60,5 +61,5 @@ def _joined(title: str, ranks: int, raced: list[tuple[int, list[Outcome], Measur
         skipped |= {f"{length} tokens {name}": why for name, why in measured.skipped.items()}
     joined = Measured(title, rows, notes=notes, skipped=skipped)
     joined.broken = any(each.broken for *_, each in raced)
-    joined.details = {str(length): each.details for length, _, each in raced}
+    joined.details = {str(workload.shape.seq_len): each.details for workload, _, each in raced}
     return joined

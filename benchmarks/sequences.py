@@ -5,8 +5,9 @@
     long3       zs.long_context: sp3, and MLPs, logits and loss in tiles
     ulysses3    DeepSpeed's ZeRO-3 with its UlyssesSPAttentionHF, as its tutorial on long sequences (ALST) sets it up
 
-In a step every contender trains on the same sequences, as many as there are ranks, so that losses and tokens a second compare. Where
-ranks share tokens the sequences follow each other, and their gradients are added up. The model is a small Llama of Transformers.
+In a step every contender trains on the same sequences, so that losses and tokens a second compare: as many as there are ranks, or
+one, for which zs3 has no use. Where ranks share tokens the sequences follow each other, and their gradients are added up. The model
+is a small Llama of Transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def build(contender: Contender, workload: Workload) -> Trainer:
-    """Build one contender; the process group exists already. `step` gets as many sequences as there are ranks, the same on each."""
+    """Build one contender; the process group exists already. `step` gets all sequences, on each rank."""
     from .contenders import Trainer, at_rest
 
     ranks = workload.ranks
@@ -97,7 +98,7 @@ def _deepspeed_step(model: LlamaForCausalLM, workload: Workload) -> Callable[[Te
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     zero = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "reduce_bucket_size": int(5e6)}
     settings = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": ranks, "sequence_parallel_size": ranks,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": workload.sequences, "sequence_parallel_size": ranks,
         "zero_allow_untested_optimizer": True, "steps_per_print": 10**9, "zero_optimization": zero, "gradient_clipping": 0.0,
     }  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), **optimizer_options(workload))
@@ -123,7 +124,7 @@ def _deepspeed_step(model: LlamaForCausalLM, workload: Workload) -> Callable[[Te
             loss = sum(each * count for each, count in zip(losses, counted, strict=True)) / sum(counted)
             engine.backward(loss)
             engine.step()
-            total += loss.detach() / ranks
+            total += loss.detach() / len(tokens)
         return total
 
     return step

@@ -74,7 +74,6 @@ def test_axes_have_names_and_an_order_of_their_own():
         (["--mesh", "tp=2", "--tile-max-bytes", "4096"], ["--tile-max-bytes", "cuts weights itself"]),
         (["--mesh", "sp=2", "--seq", "65"], ["sp to divide the 65 tokens of a sequence (--seq)", "got sp=2"]),
         (["--preset", "bloom", "--mesh", "sp=2"], ["no sp for a model with ALiBi"]),
-        (["--mesh", "sp=4,tp=2"], ["sp to divide the model's 2 heads that tp=2 leaves", "got sp=4", "the nearest: sp=2"]),
         (["--mesh", "sp=2,tp=2", "--ranks", "6"], ["sp x tp = 4", "try 4 or 8 ranks"]),
         (["--mesh", "dp=2,sp=2", "--ranks", "8"], ["the 8 ranks", "dp=2,sp=2 = 4", "try --mesh dp=4,sp=2"]),
         (["--schedule", "1f1b"], ["--schedule", "only with stages (--mesh pp=2)"]),

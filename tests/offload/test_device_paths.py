@@ -134,10 +134,10 @@ def test_a_group_that_can_not_send_what_lies_on_the_device_is_refused(group):
 def test_counters_go_where_the_step_wants_them(options, on_device):
     """torch.optim's own load_state_dict does the same; a fused kernel takes a counter on the host for one on its device."""
     saved = SavedState(scalars={"step": torch.tensor(3.0), "mu_product": torch.tensor(0.5), "name": "x"})
-    run = SimpleNamespace(tensor=torch.empty(4, device="meta"), rested=lambda value: value)
+    run = SimpleNamespace(tensor=torch.empty(4, device="meta"), mark=lambda value: value)
     found = scalars_for(run, options, saved)
     assert found["step"].device.type == ("meta" if on_device else "cpu") and found["mu_product"].is_meta and found["name"] == "x"
-    on_host = scalars_for(SimpleNamespace(tensor=None, rested=lambda value: value), options, saved)
+    on_host = scalars_for(SimpleNamespace(tensor=None, mark=lambda value: value), options, saved)
     assert on_host["step"] == 3 and on_host["step"] is not saved.scalars["step"] and not on_host["mu_product"].is_meta
 
 

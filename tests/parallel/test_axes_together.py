@@ -41,6 +41,7 @@ class Cell:
     micro: int = 2
     data: dict = field(default_factory=dict, hash=False)
     checkpointed: bool = False
+    heads: int = 4  # with 6, ranks along tp have 3, which 2 along sp can not share: they gather keys and values
     prompts: int = 0  # so many first tokens have no labels: with 10, none of the first rank along sp has one
     options: dict = field(default_factory=dict, hash=False)
 
@@ -53,6 +54,7 @@ class Cell:
                 mesh,
                 f"stage{self.stage}",
                 *self.data,
+                *[f"heads{self.heads}"] * (self.heads != 4),
                 *[f"prompts{self.prompts}"] * bool(self.prompts),
                 *(str(each) for each in self.options.values() if not callable(each)),
             ]
@@ -85,6 +87,8 @@ CELLS = [
     Cell("llama", {"sp": 2, "tp": 2}, 3, data={"position_ids": PACKED}, checkpointed=True),
     Cell("qwen3", {"sp": 2, "tp": 2}, 1, options={"sequence_parallel": True}),
     Cell("gpt2", {"sp": 2, "tp": 2}, 2, prompts=10, options={"loss": mean}),
+    Cell("gpt2", {"sp": 2, "tp": 2}, 3, heads=6),
+    Cell("llama", {"sp": 2, "tp": 2}, 1, data={"position_ids": PACKED}, heads=6),
     Cell("mixtral", {"sp": 2, "tp": 2}, 0, micro=1),
     Cell("llama", {"pp": 2, "sp": 2}, 1, prompts=5, checkpointed=True),
     Cell("eager", {"pp": 2, "sp": 2}, 2, data={"attention_mask": PADDED}),
@@ -109,8 +113,8 @@ if os.environ.get("ZEROSHARD_SLOW") == "1":
     ]
 
 
-def made(kind: str, layers: int) -> torch.nn.Module:
-    model = copy.deepcopy(model_of(kind, vocab_size=64, num_hidden_layers=layers))
+def made(kind: str, layers: int, heads: int) -> torch.nn.Module:
+    model = copy.deepcopy(model_of(kind, heads, vocab_size=64, num_hidden_layers=layers))
     if kind in ("mixtral", "qwen3moe"):  # routers that choose experts unevenly, so that their loss is far from its least value
         model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
         with torch.no_grad():
@@ -143,7 +147,7 @@ def micro_batches(cell: Cell, whole: dict) -> list[list[dict]]:
 
 def one_process(cell: Cell, folder: Path) -> tuple[list[float], dict, float]:
     """(losses, weights, summed cross-entropy of the last batch); a checkpoint after one step."""
-    model = made(cell.model, cell.layers)
+    model = made(cell.model, cell.layers, cell.heads)
     model, stepper = zs.shard(model, adam(model), stage=0, precision=cell.precision)
     losses = []
     for step, whole in enumerate(data_of(cell)):
@@ -172,7 +176,12 @@ def run_cell(cell: Cell, folder: Path, rank: int) -> tuple:
     for name in ("dp", "ep"):
         place = place * axes.get(name, 1) + (mesh[name].get_local_rank() if name in axes else 0)
     run = zs.parallelize(
-        made(cell.model, cell.layers), mesh, optimizer=optimizer, micro_batches=cell.micro, stage=cell.stage, **cell.options
+        made(cell.model, cell.layers, cell.heads),
+        mesh,
+        optimizer=optimizer,
+        micro_batches=cell.micro,
+        stage=cell.stage,
+        **cell.options,
     )
     one_stage = len(run.models) == 1
     if cell.checkpointed:
@@ -221,7 +230,7 @@ def _on_ranks(rank: int, ranks: int, cells: list[Cell], folder: Path) -> dict:
 
 def refused(rank: int) -> str:
     """A batch that can not be cut, and one that differs along sp; the run goes on."""
-    run = zs.parallelize(made("llama", 2), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp")), micro_batches=2)
+    run = zs.parallelize(made("llama", 2, 4), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp")), micro_batches=2)
     odd, same = torch.zeros(2, 15, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long)
     with pytest.raises(zs.ConfigError, match=r"targets \(2, 15\): expected whole sequences .* that the 2 ranks along sp divide"):
         run.backward(odd, odd)
@@ -257,7 +266,7 @@ def test_equal_to_one_process(cell):
     for name, value in weights.items():
         torch.testing.assert_close(union[name], value, rtol=0, atol=apart, msg=lambda text, name=name: f"{name}: {text}")
     if (folder / cell.name / "mesh").exists():
-        model = made(cell.model, cell.layers)
+        model = made(cell.model, cell.layers, cell.heads)
         model, stepper = zs.shard(model, adam(model), stage=1, precision=cell.precision)
         zs.load(folder / cell.name / "mesh", model, stepper)
         for name, value in zs.full_state_dict(model, masters=True).items():

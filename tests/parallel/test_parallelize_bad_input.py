@@ -34,18 +34,12 @@ def model() -> GPT:
         return GPT(GPTConfig(vocab_size=64, seq_len=8, dim=24, layers=4, heads=6, tied=True))
 
 
-def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 6}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-
-
 class Net(nn.Linear):
     def forward(self, tokens):
         return super().forward(tokens)
 
 
-MODELS = {"gpt": model, "llama": llama, "without positions": lambda: Net(2, 2)}
+MODELS = {"gpt": model, "without positions": lambda: Net(2, 2)}
 THREE = ("pp", "dp", "tp")
 CASES = [
     ((2, 2), ("data", "model"), {}, r"mesh: expected a DeviceMesh with axes named of .*'pp', 'dp'.*got \('data', 'model'\)"),
@@ -59,12 +53,6 @@ CASES = [
     ((1, 2, 2), THREE, {"micro_batches": 0}, "micro_batches: expected a whole number of at least 1, got 0"),
     ((1, 2, 2), THREE, {"styles": {"blocks.*.mlp.upp": "colwise"}}, "styles: 'blocks.*.mlp.upp' is no module"),
     ((1, 2, 2), THREE, {"stage": 4}, "stage"),
-    (
-        (2, 2),
-        ("sp", "tp"),
-        {"model": "llama"},
-        "has 3 attention heads on a rank, of 2 along tp, which 2 ranks along sp can not share",
-    ),
     (
         (2, 2),
         ("dp", "sp"),
