@@ -13,7 +13,7 @@ from .tables import MIB, Measured, Row
 
 RANKS, LENGTHS = (4, 8), (1024, 4096, 16384, 65536)
 SHAPE = ModelShape(vocab_size=1024, dim=128, layers=2, heads=8)
-LONG = 32768  # tokens; longer steps have one sequence, one round, no zs3, and only the first number of ranks: they take minutes
+LONG = 32768  # tokens; for longer sequences, whose steps take minutes, one round of one step, on the first number of ranks
 
 
 def run(
@@ -26,10 +26,8 @@ def run(
         raced: list[tuple[Workload, list[Outcome], Measured]] = []
         for length in lengths if size == ranks[0] else [each for each in lengths if each < LONG]:
             warmup, turns = (1, rounds.rounds) if length < LONG else (0, 1)
-            sequences = size if length < LONG else 1
-            workload = Workload(dataclasses.replace(shape, seq_len=length), sequences, size, seed, long=True)
-            asked = [each for each in contenders if length < LONG or each.kind != "zs"]
-            outcomes = race(asked, workload, Rounds(warmup, turns, steps=1, memory_steps=1), log_dir / f"{size}-{length}")
+            workload = Workload(dataclasses.replace(shape, seq_len=length), size, size, seed, long=True)
+            outcomes = race(contenders, workload, Rounds(warmup, turns, steps=1, memory_steps=1), log_dir / f"{size}-{length}")
             raced.append((workload, outcomes, table("sequences", "", workload, outcomes)))
         title = f"Sequences of a Llama (dim {shape.dim}, {shape.layers} layers) on {size} ranks"
         found.append(_joined(title, raced))

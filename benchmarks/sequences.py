@@ -5,9 +5,8 @@
     long3       zs.long_context: sp3, and MLPs, logits and loss in tiles
     ulysses3    DeepSpeed's ZeRO-3 with its UlyssesSPAttentionHF, as its tutorial on long sequences (ALST) sets it up
 
-In a step every contender trains on the same sequences, so that losses and tokens a second compare: as many as there are ranks, or
-one, for which zs3 has no use. Where ranks share tokens the sequences follow each other, and their gradients are added up. The model
-is a small Llama of Transformers.
+In a step every contender trains on the same sequences, as many as there are ranks, so that losses and tokens a second compare. Where
+ranks share tokens the sequences follow each other, and their gradients are added up. The model is a small Llama of Transformers.
 """
 
 from __future__ import annotations
@@ -109,18 +108,19 @@ def _deepspeed_step(model: LlamaForCausalLM, workload: Workload) -> Callable[[Te
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1])[None]
-        loader = [{"input_ids": each[None], "labels": each[None], "position_ids": positions} for each in tokens]
+        own = tokens[rank][None]  # the loader yields the sequences of all ranks, one after the other, each cut
+        loader = [{"input_ids": own, "labels": own, "position_ids": positions}]
         total = torch.zeros(())
         for batch in ulysses.UlyssesSPDataLoaderAdapter(
             loader, sp_rank=rank, sp_group=group, sp_world_size=ranks, device=torch.device(workload.device)
         ):
             labels = batch["shift_labels"]
             logits = engine(**batch, use_cache=False).logits
-            own = engine.module.loss_function(
+            mean = engine.module.loss_function(
                 logits=logits, labels=None, shift_labels=labels, vocab_size=workload.shape.vocab_size
             )
             counted = everyone.all_gather((labels != -100).sum(), group=group)
-            losses = everyone.all_gather(own, group=group)
+            losses = everyone.all_gather(mean, group=group)
             loss = sum(each * count for each, count in zip(losses, counted, strict=True)) / sum(counted)
             engine.backward(loss)
             engine.step()
