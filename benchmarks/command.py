@@ -1,12 +1,12 @@
 """The command line of `zeroshard bench`.
 
-    zeroshard bench                              everything, some 10 minutes on 2 cores
+    zeroshard bench                              everything but sequences, some 10 minutes on 2 cores
     zeroshard bench --quick                      zeroshard 2, 3, DDP and FSDP2, below 90 seconds
     zeroshard bench --only zs3,ddp --rounds 10   two contenders, more rounds
     zeroshard bench --sections tiers,hostadam,disk --path /mnt/nvme     offload to the host and to that disk
     zeroshard bench --sections checkpoints --path /mnt/nvme             saving and loading
     zeroshard bench --sections parallel          8 ranks: pipeline, data and tensor parallelism
-    zeroshard bench --sections sequences         sequences over the ranks, some 40 minutes (--lengths 1024,4096: two)
+    zeroshard bench --sections sequences         sequences over 4 and 8 ranks; an hour (--lengths 1024,4096: 10 minutes)
     zeroshard bench --sections host              the host's work without communication
 
 Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. The exit code is 1 if losses
@@ -50,13 +50,14 @@ from .report import NOT_ASKED, SECTIONS, Results
 from .tables import Measured
 
 ROUNDS, QUICK_ROUNDS, TIERS_ROUNDS = 6, 3, 4
+USUAL_SECTIONS = tuple(name for name in SECTIONS if name != "sequences")  # which takes an hour
 QUICK_SECTIONS = ("cpu", "host", "gpu")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `zeroshard bench` with arguments (None: sys.argv); return its exit code. Raises UsageError for wrong arguments."""
     given = _parser().parse(sys.argv[1:] if argv is None else argv)
-    usual_sections, rounds = (QUICK_SECTIONS, QUICK_ROUNDS) if given.quick else (tuple(SECTIONS), ROUNDS)
+    usual_sections, rounds = (QUICK_SECTIONS, QUICK_ROUNDS) if given.quick else (USUAL_SECTIONS, ROUNDS)
     sections = usual_sections if given.sections is None else given.sections
     out = given.out or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
     try:
@@ -109,7 +110,7 @@ def _parser() -> Parser:
     add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
     add("--precisions", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="precisions of the contenders")
     sections = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
-    add("--sections", type=_names, metavar="LIST", help=f"what to measure (default: all). {sections}")
+    add("--sections", type=_names, metavar="LIST", help=f"what to measure (default: all but sequences). {sections}")
     add("--rounds", type=int, help=f"rounds (default: {ROUNDS}, {QUICK_ROUNDS} with --quick; {TIERS_ROUNDS} of the tiers)")
     add("--steps", type=int, default=2, help="steps of a turn")
     add("--warmup", type=int, default=3, help="steps before measuring")

@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from statistics import median
 
+from zeroshard.cli.sheets import show
+
 from .plan import Contender, ModelShape, Rounds, Workload
 from .race import Outcome, race, table
 from .statistics import median_ratio
@@ -23,13 +25,14 @@ def run(
     """Race sequences of all lengths on each number of ranks; return a table for each number of ranks."""
     found = []
     for size in ranks:
+        title = f"Sequences of a Llama (dim {shape.dim}, {shape.layers} layers) on {size} ranks"
         raced: list[tuple[Workload, list[Outcome], Measured]] = []
         for length in lengths if size == ranks[0] else [each for each in lengths if each < LONG]:
             warmup, turns = (1, rounds.rounds) if length < LONG else (0, 1)
             workload = Workload(dataclasses.replace(shape, seq_len=length), size, size, seed, long=True)
             outcomes = race(contenders, workload, Rounds(warmup, turns, steps=1, memory_steps=1), log_dir / f"{size}-{length}")
             raced.append((workload, outcomes, table("sequences", "", workload, outcomes)))
-        title = f"Sequences of a Llama (dim {shape.dim}, {shape.layers} layers) on {size} ranks"
+            show(_joined(title, raced[-1:]).sheet())  # long races follow, which a user may end
         found.append(_joined(title, raced))
     return found
 
