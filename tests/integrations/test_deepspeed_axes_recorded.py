@@ -9,11 +9,11 @@ import sys
 
 import pytest
 from deepspeed_proof import CHECKPOINTS, KEPT, PROGRAMS, RECORDED, differences
+from engine_kit import install_in_child
 
 import zeroshard.deepspeed as deepspeed
 from zeroshard.checkpoint.stages import names_by_stage
 from zeroshard.comm.launch import run_processes
-from zeroshard.integrations.deepspeed import door
 
 CASES = [  # recorded cell, ZeRO stage that goes on, name of the cell, number of pipeline stages
     ("pipeline/0/4/tied", 0, "tied", 2), ("pipeline/0/4/tied", 0, "tied", 1), ("pipeline/1/4/tied", 1, "tied", 2),
@@ -24,9 +24,7 @@ CASES = [  # recorded cell, ZeRO stage that goes on, name of the cell, number of
 
 def _go_on(rank, ranks):
     sys.path.insert(0, str(PROGRAMS))
-    for module in [module for module in sys.modules if module.partition(".")[0] in door._DECIDE_AT_IMPORT]:
-        del sys.modules[module]  # of the process of which this is a fork, by whatever tests ran there: they found no deepspeed
-    deepspeed.install()
+    install_in_child()
     from common import RESUMED_AT, STEPS
 
     deepspeed.init_distributed("gloo")

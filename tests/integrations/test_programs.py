@@ -1,11 +1,11 @@
 """Programs for Accelerate, Lightning and Fabric on DeepSpeed's interface: two ranks have the numbers of one process of torch."""
 
 import importlib.util
-import sys
 import warnings
 
 import pytest
 import torch
+from engine_kit import install_in_child
 from torch import nn
 
 import zeroshard.deepspeed as deepspeed
@@ -23,14 +23,9 @@ def needs(*packages):
 
 
 def installed():
-    """What a child does first, as `python -m zeroshard.deepspeed` does."""
-    from zeroshard.deepspeed import install
-
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("accelerate", "lightning", "peft", "transformers")]:
-        del sys.modules[name]  # this child is a fork of a process that may have them, where they found no deepspeed
-    install()
+    """What a child does first; without the warnings of the libraries that it imports."""
+    install_in_child()
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
 
 
 def net():

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+from engine_kit import install_in_child
 from helpers import seeded
 from torch import Tensor, nn
 from zoo import run_threads, same
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.integrations.deepspeed import door, partition
+from zeroshard.integrations.deepspeed import partition
 from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, register_external_parameter
 
 Norm = Callable[..., nn.Module]
@@ -149,10 +149,7 @@ SOUND = torch.linspace(-1, 1, 600).view(2, 300).sin()
 
 
 def _of_transformers(rank: int, ranks: int, values: dict[str, Tensor]) -> dict[str, Tensor] | str:
-    for name in [name for name in sys.modules if name.partition(".")[0] in door._DECIDE_AT_IMPORT]:
-        del sys.modules[name]  # of the process of which this is a fork, by whatever tests ran there: they found no deepspeed
-    door.install()
-    torch.set_num_threads(1)
+    install_in_child()
     try:
         import deepspeed
         from transformers.integrations import HfDeepSpeedConfig

@@ -1,12 +1,26 @@
 """A small network, its batches and configurations for the engine, and what one process makes of them with torch alone."""
 
 import functools
+import sys
 
 import torch
 from torch import nn
 
+from zeroshard.integrations.deepspeed import door
+
 STEPS, BATCH, WIDTH = 3, 2, 12
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+
+
+def install_in_child():
+    """Install the stand-in for DeepSpeed in a forked child, as `python -m zeroshard.deepspeed` does in a new process.
+
+    The process of which it is a fork may have imported what decides at its import whether there is DeepSpeed, and found none.
+    """
+    for name in [name for name in sys.modules if name.partition(".")[0] in door._DECIDE_AT_IMPORT]:
+        del sys.modules[name]
+    door.install()
+    torch.set_num_threads(1)
 
 
 class Net(nn.Module):

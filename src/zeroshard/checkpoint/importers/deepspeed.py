@@ -158,9 +158,8 @@ def _add_numbered(opened: Opened, models: list[Any], folder: Path, groups: dict[
     parts = []
     for saved in optimizers:
         add_optimizer(part := Opened(opened.path, opened.kind, {}), saved.get("optimizer_state_dict", saved))
-        for group in (
-            part.groups or ()
-        ):  # DeepSpeed's FusedAdam counts steps, as whole numbers, for a group's last parameter alone
+        for group in part.groups or ():
+            # DeepSpeed's FusedAdam counts steps, as whole numbers, for a group's last parameter alone
             states = [part.states[number] for number in group["params"] if number in part.states]
             steps = [step for state in states if isinstance(step := state.get("step"), int)]
             for state in states if steps else ():

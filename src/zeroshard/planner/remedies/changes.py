@@ -38,9 +38,8 @@ def _meshes(request: Request) -> Iterator[Request]:
     axes, source = request.axes, request.source
     for tp, pp in () if _beside_dp(request) else itertools.product((1, *_TIMES), repeat=2):
         whole = axes[TP] * tp, axes[PP] * pp
-        if (
-            tp * pp == 1 or axes[DP] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.layers or 0))
-        ):  # two blocks a stage, or more
+        few = pp > 1 and 2 * whole[1] > (source.layers or 0)  # less than two blocks a stage
+        if tp * pp == 1 or axes[DP] % (tp * pp) or few:
             continue
         heads = source.heads if source.config is not None else None  # formulas know tp of no other models than GPTs
         if tp > 1 and (not heads or heads % whole[0] or source.vocab % whole[0] or whole[0] > request.ranks_of_node):

@@ -94,18 +94,8 @@ class Sweep:
     def grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return the header and the rows of a table."""
         mesh = ("mesh",) * any(setting.mesh for setting in self.curves)
-        header = (
-            *mesh,
-            "ranks",
-            "micro-batch",
-            "bandwidth",
-            "latency",
-            "step",
-            "TFLOPS a device",
-            "tokens/s",
-            "speed-up",
-            "efficiency",
-        )
+        of_runs = "ranks", "micro-batch", "bandwidth", "latency", "step", "TFLOPS a device", "tokens/s", "speed-up", "efficiency"
+        header = (*mesh, *of_runs)
         rows: list[tuple[str, ...]] = []
         for row in self.rows:
             s = row.setting
