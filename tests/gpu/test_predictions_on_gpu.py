@@ -5,7 +5,6 @@ World 1 over NCCL. Skipped where there is no GPU (conftest.py does that for the 
 
 from __future__ import annotations
 
-import functools
 import gc
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from zeroshard.config import Tier
 
 pytestmark = pytest.mark.gpu
 STEPS = 3
-FOREACH = functools.partial(torch.optim.AdamW, foreach=True)  # torch's default on a GPU, not in a dry run: limits.md
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +35,7 @@ def group():
 def test_the_peak_of_allocated_memory_is_that_of_the_plan(case: predictions.Case, tmp_path: Path) -> None:
     if case.model is predictions.llama:
         pytest.importorskip("transformers")
-    plan = zs.plan(case.model, ranks=1, separate=True, optimizer=FOREACH, **case.settings(str(tmp_path)))
+    plan = zs.plan(case.model, ranks=1, separate=True, **case.settings(str(tmp_path)))
     gc.collect()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

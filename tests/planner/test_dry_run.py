@@ -1,5 +1,7 @@
 """A dry run says what the runtime says: the same bytes, collectives and copies, and all memory besides."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -55,6 +57,37 @@ def test_recomputation_costs_another_forward_and_keeps_only_what_passes_between_
 def test_what_is_kept_of_a_block_is_proportional_to_the_batch():
     one, two = (zs.plan(lambda: GPT(SHAPE), batch=(rows, SEQ), ranks=4, stage=2) for rows in (2, 4))
     assert all(b == pytest.approx(2 * a, rel=1e-2) for a, b in zip(blocks(one)[1:], blocks(two)[1:], strict=True))
+
+
+def wide(**options) -> Plan:
+    """A plan of one matrix of 1024 x 1024, whose activations are some KiB."""
+    return zs.plan(
+        lambda: nn.Linear(1024, 1024, bias=False), batch=lambda: torch.zeros(1, 1024), loss=lambda model, x: model(x).sum(), **options
+    )
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_a_gpu_steps_all_tensors_at_once_unless_told_otherwise_and_a_cpu_one_by_one(optimizer):
+    def in_step(separate, **options):
+        phases = planned(ranks=2, stage=1, separate=separate, optimizer=partial(optimizer, lr=0.1, weight_decay=0.1, **options)).phases
+        return next(phase.held[Tier.DEVICE].get(ACTIVATIONS, 0) for phase in phases if phase.name == "step")
+
+    at_once, one_by_one = (in_step(True, foreach=foreach) for foreach in (True, False))
+    assert in_step(True) == at_once > one_by_one
+    assert in_step(False) == in_step(False, foreach=False) < in_step(False, foreach=True)
+
+
+@pytest.mark.parametrize("precision, itemsize", [("fp32", 4), ("bf16", 2)])
+def test_a_gpu_holds_the_slices_that_a_reduction_receives(precision, itemsize):
+    """Beside the gradient that autograd has computed. One rank receives none, and ranks on CPUs read each other's memory."""
+
+    def in_backward(ranks, separate):
+        phases = wide(ranks=ranks, separate=separate, stage=3, precision=precision, reduce_dtype=precision).phases
+        return next(phase.held[Tier.DEVICE].get(ACTIVATIONS, 0) for phase in phases if phase.name == "backward")
+
+    alone, totals = in_backward(1, True), (1 << 20) / 4 * 4 * (precision == "bf16")
+    assert in_backward(4, True) - alone == pytest.approx(itemsize << 20, abs=totals + (64 << 10))
+    assert in_backward(4, False) == pytest.approx(in_backward(1, False), abs=64 << 10)
 
 
 def test_states_rest_where_they_were_told_to_and_the_step_moves_them():

@@ -18,6 +18,7 @@ from ..config import Tier
 from .base import Collective, Combine, DirectComm, Region
 from .control import Sent
 from .streams import Streams, T
+from .sums import GPU_CHUNK_NUMEL, sum_dtype
 
 Ticket = tuple[int, ...]  # numbers of tasks in a trace
 
@@ -101,9 +102,24 @@ class FakeComm(DirectComm):
         return self._start(label, full.nbytes // self.world_size)
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
+        self._received(source)
         work = self._start(label, source.tensor.nbytes // self.world_size, distinct=True)
         work.square_sum = 1.0  # see `Watcher.square_sums`
         return work
+
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
+        received, dtype = self._received(source), sum_dtype(source.tensor)
+        if self.ordered and (out.dtype != dtype or accumulate):
+            torch.empty(min(out.numel(), GPU_CHUNK_NUMEL), dtype=dtype, device=out.device)  # as `sum_in_rank_order` does
+        del received
+        return super().reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
+
+    def _received(self, source: Region) -> Tensor | None:
+        """Return memory as DistComm.collect takes it for the slices of all ranks, of which nothing is left when it has returned."""
+        tensor = source.tensor
+        return (
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if self.ordered and self.world_size > 1 else None
+        )
 
     def all_to_all(
         self, output: Tensor, input: Tensor, label: str = "all-to-all", output_counts: Sequence[int] | None = None,

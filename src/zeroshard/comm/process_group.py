@@ -280,14 +280,19 @@ class DistComm(DirectComm):
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
         rows = source.tensor.view(self.world_size, -1)
-        received = torch.empty_like(source.tensor).view(self.world_size, -1)
         self.progress.note(label)
         with _Explained(self, label):
-            if self.ordered:
-                works = [dist.all_to_all_single(received, rows, group=self._data, async_op=True)]
-                received.record_stream(self.streams.side) if received.is_cuda else None  # the side stream reads it in `combine`
-                parts = list(received.unbind(0))
+            if self.ordered and self.world_size == 1:
+                works, parts = [], [rows[0]]
+            elif self.ordered:
+                # on the side stream, which reads and frees what is received: the next reduction takes this memory again, however
+                # far the host has run ahead of the device
+                with self.streams.beside():
+                    received = torch.empty_like(rows)
+                    works = [dist.all_to_all_single(received, rows, group=self._data, async_op=True)]
+                    parts = list(received.unbind(0))
             else:
+                received = torch.empty_like(rows)
                 number = 2 * tag + 1  # odd tags are reductions
                 works = [dist.irecv(received[p], self.ranks[p], self._data, tag=number) for p in self._peers()]
                 works += [dist.isend(rows[p], self.ranks[p], self._data, tag=number) for p in self._peers()]

@@ -34,8 +34,12 @@ class Streams:
     def packed(self, nbytes: int) -> None:
         """Report to a dry run's watcher a kernel that packs or unpacks messages and moves `nbytes`; else do nothing."""
 
+    def beside(self) -> AbstractContextManager[None]:
+        """Context whose work is enqueued on the side stream, after the work enqueued on the current stream so far."""
+        return nullcontext()
+
     def run_beside(self, work: Callable[[], T]) -> tuple[T, Any]:
-        """Run `work` on the side stream, after the work enqueued on the current stream so far; return (its result, a ticket)."""
+        """Run `work` in `beside`; return (its result, a ticket)."""
         return work(), None
 
     def join(self, ticket: Any) -> None:
@@ -108,12 +112,15 @@ class CudaStreams(Streams):
         self.side = torch.cuda.Stream(device)
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def run_beside(self, work: Callable[[], T]) -> tuple[T, Any]:
+    @contextmanager
+    def beside(self) -> Iterator[None]:
         self.side.wait_stream(torch.cuda.current_stream(self.side.device))
         with torch.cuda.stream(self.side):
-            result = work()
-            ticket = self.side.record_event()
-        return result, ticket
+            yield
+
+    def run_beside(self, work: Callable[[], T]) -> tuple[T, Any]:
+        with self.beside():
+            return work(), self.side.record_event()
 
     def join(self, ticket: Any) -> None:
         torch.cuda.current_stream(self.side.device).wait_event(ticket)

@@ -1,4 +1,7 @@
-"""Sums of gradients in rank order, in fp32, in chunks that stay in cache; sums of squares in the same order."""
+"""Sums of gradients in rank order, in fp32, in chunks: on a CPU they stay in cache, on a GPU they bound the memory of totals.
+
+The sums of squares are computed in the same order.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,26 @@ import torch
 from torch import Tensor
 
 CHUNK_NUMEL = 1 << 17  # number of elements summed at a time: three fp32 chunks stay in a core's L2 cache
+GPU_CHUNK_NUMEL = 1 << 22  # the same on a GPU: 16 MiB of fp32 totals, of which each kernel takes longer than its launch
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> float | None:
-    """Compute out = [out +] scale * (parts[0] + parts[1] + ...), in fp32 (fp64 for fp64 parts), in chunks that stay in cache.
+    """Compute out = [out +] scale * (parts[0] + parts[1] + ...), in fp32 (fp64 for fp64 parts), in chunks.
 
     Returns the sum of out's squares where it costs nothing extra (CPU, out not rounded), else None.
     """
-    chunk = min(CHUNK_NUMEL, out.numel()) if out.device.type == "cpu" else out.numel()
+    on_cpu = out.device.type == "cpu"
+    chunk = min(CHUNK_NUMEL if on_cpu else GPU_CHUNK_NUMEL, out.numel())
     # without scratch, `out` is written with the sum of the first two parts: no later part may be `out` itself
     aliased = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
-    dtype = torch.promote_types(parts[0].dtype, torch.float32)
-    scratch = None if parts[0].dtype == dtype else torch.empty(chunk, dtype=dtype, device=out.device)
+    dtype = sum_dtype(parts[0])
+    rounded = parts[0].dtype != dtype
+    scratch = torch.empty(chunk, dtype=dtype) if rounded and on_cpu else None  # a GPU's kernels convert while they add
 
     def fill(begin: int, total: Tensor) -> None:
         pieces = [part[begin : begin + chunk] for part in parts]
         converted = None if scratch is None else scratch[: total.numel()]
-        if converted is None and len(pieces) > 1:
+        if not rounded and len(pieces) > 1:
             torch.add(pieces[0], pieces[1], out=total)
             rest = pieces[2:]
         else:
@@ -34,6 +40,11 @@ def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, acc
             total.add_(piece if converted is None else converted.copy_(piece))
 
     return sum_by_chunks(fill, out, chunk, dtype, scale=scale, accumulate=accumulate, aliased=aliased)
+
+
+def sum_dtype(part: Tensor) -> torch.dtype:
+    """Return the dtype in which such parts are added up."""
+    return torch.promote_types(part.dtype, torch.float32)
 
 
 def sum_by_chunks(

@@ -30,14 +30,18 @@ def fresh(settings: Options) -> Options:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
 
 
-def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: torch.device) -> None:
+def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: torch.device, imagined_gpu: bool = False) -> None:
     """Step the inner optimizer's groups that have parameters. Others are hidden: some classes fail on an empty list of tensors.
 
     hosted: for each group, whether the host steps some of its runs. Such a group without parameters here gets one of no
     elements, so that a class which counts steps in its groups counts this one. For a group whose parameters are all stepped
-    whole, `WholeStepper.step` returns the options that the class has changed, counts among them.
+    whole, `WholeStepper.step` returns the options that the class has changed, counts among them. imagined_gpu: the tensors are
+    fake ones that stand for a GPU's.
     """
     groups = inner.param_groups
+    undecided = [group for group in groups if imagined_gpu and _foreach_on_gpu(group)]
+    for group in undecided:
+        group["foreach"] = True
     empty = [group for group, on_host in zip(groups, hosted, strict=True) if on_host and not group["params"]]
     for group in empty:
         stand_in = nn.Parameter(torch.empty(0, device=device))
@@ -47,5 +51,16 @@ def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: tor
     if inner.param_groups:
         inner.step()
     inner.param_groups = groups
+    for group in undecided:
+        group["foreach"] = None
     for group in empty:
         inner.state.pop(group["params"].pop(), None)  # the group stays without parameters here
+
+
+def _foreach_on_gpu(options: Options) -> bool:
+    """Return whether one of torch's classes steps a GPU's tensors all at once by default, and fake ones, on a CPU, one by one."""
+    chosen = (
+        options.get("foreach", False) is not None or options.get("fused") is not None
+    )  # a class without foreach has no choice
+    looped = options.get("differentiable") or (isinstance(options.get("lr"), Tensor) and not options.get("capturable"))
+    return not (chosen or looped)

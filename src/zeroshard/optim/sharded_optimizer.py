@@ -313,7 +313,7 @@ class OptimizerCore:
             attributes = fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
         hosted = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
         with self.maker.ready(runs):
-            step_on_device(self.inner, hosted, self.comm.device)
+            step_on_device(self.inner, hosted, self.comm.device, self.comm.imagined and self.runtime.tiers.separate)
         if slabs:
             self.device.step(self._jobs(slabs, options, attributes))
         if self.host is not None:

@@ -9,7 +9,10 @@ import functools
 from collections import defaultdict
 from dataclasses import replace
 
+import torch
+
 from ...comm.mesh.topology import needed
+from ...comm.sums import GPU_CHUNK_NUMEL
 from ...config import Config, Placement, Tier
 from ...memory.estimate import BUFFERS, Group, needs, rests_away
 from ...memory.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
@@ -33,7 +36,8 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     few = replace(
         layout, micro_batch=1, micro_batches=min(layout.micro_batches, 2), checkpointing="none", mlp_tokens=None, loss_tokens=None
     )  # fmt: skip
-    held = {tier: dict(found) for tier, found in _states_of(profile, few, stage).items()}
+    states, received, stepping = _states_of(profile, few, stage)
+    held = {tier: dict(found) for tier, found in states.items()}
     tiles = tuple(
         min(1.0, each * layout.micro_batch / tokens) if each else 1.0 for each in (layout.mlp_tokens, layout.loss_tokens)
     )
@@ -42,15 +46,22 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     )  # fmt: skip
     # micro-batches whose activations a stage keeps at once, by 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)
     waiting = min(layout.micro_batches, layout.pp - stage) if layout.pp > 1 else 1
-    for tier, nbytes in ((Tier.DEVICE, tokens * (device * waiting + working)), (Tier.HOST, tokens * host * waiting)):
+    kept, units = tokens * device * waiting, len(profile.stages(layout.pp)[stage])
+    computing = kept + max(tokens * working, received - kept / units)  # a unit is reduced when its own activations are freed
+    in_step = stepping - sum(held[Tier.DEVICE].get(name, 0) for name in (GATHERED, PARTIAL))  # these are given back by then
+    for tier, nbytes in ((Tier.DEVICE, max(computing, in_step)), (Tier.HOST, tokens * host * waiting)):
         if nbytes:
             held[tier][ACTIVATIONS] = round(nbytes)
     return held
 
 
 @functools.lru_cache(maxsize=4096)
-def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[str, int]]:
-    """Return the bytes of `memory_of` without activations: what the runtime counts before it allocates (zero/shard_model.py)."""
+def _states_of(profile: Profile, layout: Layout, stage: int) -> tuple[dict[Tier, dict[str, int]], int, int]:
+    """Return the bytes of `memory_of` without activations: what the runtime counts before it allocates (zero/shard_model.py).
+
+    Also those of two moments of a GPU: what a reduction receives and adds up, and what a step of all tensors at once keeps beside
+    them, one value for each element (Adam's denominator).
+    """
     config, form, away = Config(**layout.options(path="/")), layout.state_format, rests_away(layout.parameter, layout.separate)
     comms, gradient = (comms_of(layout), comms_of(layout, divided=True)), layout.gradient_dtype  # by Home.divided
     units = profile.stages(layout.pp)[stage]
@@ -93,7 +104,15 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> dict[Tier, dict[
         device[GATHERED] = at_rest + most_gathered(order, gathered, limit)
     if config.row.gradient is Placement.SHARDED and layout.held:
         device[PARTIAL] = whole * layout.gradient_itemsize
-    return {tier: {name: nbytes for name, nbytes in found.items() if nbytes} for tier, found in held.items()}
+    received = stepping = 0
+    for group in (*groups[0], *groups[1]) if layout.separate else ():
+        totals = min(group.shard_numel, GPU_CHUNK_NUMEL) * 4
+        sent = group.numel * (config.reduce_dtype or group.dtype).itemsize
+        received = max(received, totals + sent * (group.numel > group.shard_numel))
+        plain = group.master is not torch.int16 and all(column.plain(group.stepped) for column in group.columns)
+        own = group.shard_numel if config.row.optimizer is Placement.SHARDED else group.unpadded or group.numel
+        stepping += own * group.stepped.itemsize if plain and group.states.tier is Tier.DEVICE else 0
+    return {tier: {name: nbytes for name, nbytes in found.items() if nbytes} for tier, found in held.items()}, received, stepping
 
 
 def held_of(profile: Profile, layout: Layout) -> dict[Tier, Held]:
