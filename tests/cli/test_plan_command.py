@@ -31,7 +31,7 @@ def test_a_plan_is_a_page_with_the_verdict_first(capsys):
     code, printed = run(capsys, "plan", *SMALL, "--stage", "2", "--precision", "fp32")
     assert code == 0
     lines = printed.splitlines()
-    assert lines[0].startswith("fits: 1.2 of 80.0 GiB (device overhead 1.1 counted), fullest in step")
+    assert lines[0].startswith("fits: 1.2 of 80.0 GiB (device overhead 1.1 counted), fullest in backward, at ngrams.2")
     assert lines[1] == "quickstart (3.83M parameters) on 2 h100-80gb, stage 2, fp32, 1 x 1 x 64 tokens a rank"
     assert "Sends in a step, GB: dp 0.0153" in printed  # 2 Psi (N-1)/N elements of 4 bytes
     for words in ("Memory of rank 0 of 2", "device: optimizer states", "device: capacity", "Kept for backward", "blocks.*"):

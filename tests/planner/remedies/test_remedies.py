@@ -186,7 +186,7 @@ def test_each_change_says_what_to_write_in_the_program_and_what_it_frees():
 
 
 def test_tokens_over_sp_and_tiles_are_offered_where_activations_are_short_and_fit_by_their_own_dry_run():
-    asked = gpt(axes={"dp": 2}, options=FINE, rows=1, seq=128, checkpointing=True)
+    asked = gpt(axes={"dp": 2}, options=FINE, rows=4, seq=128, checkpointing=True)
     assert {"--accumulate 2 --mesh sp=2", "--offload-activations cpu"} <= set(offered(asked))
     plans = asked.plans()
     asked = short(asked, plans, int(judge(plans, asked.hardware).held[ACTIVATIONS] * 0.4))
