@@ -23,7 +23,7 @@ from . import worker
 from .plan import Contender, Workload
 
 START_TIMEOUT_S = 400.0  # DeepSpeed compiles an extension on its first start
-ANSWER_TIMEOUT_S = 600.0
+ANSWER_TIMEOUT_S, LONG_ANSWER_TIMEOUT_S = 600.0, 3600.0  # the second where a step takes minutes (sequences.py)
 PRELOADED = (torch_compat.DYNAMO, "torch.distributed.fsdp", "zeroshard.parallel.parallelize", worker.__name__)
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ class Team:
     def __init__(self, contender: Contender, workload: Workload, log_dir: Path) -> None:
         self.contender = contender
         self.ready: list[Any] = []
+        self._answer_s = LONG_ANSWER_TIMEOUT_S if workload.long else ANSWER_TIMEOUT_S
         self._meeting_dir = tempfile.TemporaryDirectory(prefix="zeroshard-bench-")
         self._pipes, self._processes = [], []
         meeting_file = os.path.join(self._meeting_dir.name, "store")
@@ -71,7 +72,7 @@ class Team:
                 pipe.send(message)
             except OSError:
                 self._fail_dead(rank)
-        return self._answers(ANSWER_TIMEOUT_S, meanwhile)
+        return self._answers(self._answer_s, meanwhile)
 
     def close(self) -> None:
         """End the processes; safe to call twice."""

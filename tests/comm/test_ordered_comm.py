@@ -16,6 +16,8 @@ from recording_streams import RecordingStreams
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.comm import sums
+from zeroshard.comm.base import Region
 from zeroshard.comm.launch import run_processes
 from zeroshard.comm.process_group import DistComm
 
@@ -138,3 +140,26 @@ def _leave_ragged(rank: int, world_size: int) -> float | None:
 def test_ragged_ranks_wait_for_no_gradient_on_its_way_to_the_host() -> None:
     """More of them are under way than there are buffers: waiting for one would be waiting for a peer that waits for this rank."""
     run_processes(_leave_ragged, 2)
+
+
+def _reduced(rank: int, world_size: int) -> list[tuple[torch.Tensor, float | None, int]]:
+    """A reduction whole, then in pieces of 1024 elements, at once and deferred: (sums, sum of squares, bytes sent)."""
+    dist.init_process_group("gloo")
+    generator, found = torch.Generator().manual_seed(rank), []
+    given = torch.randn(world_size * 2500, generator=generator).bfloat16()
+    for received_nbytes, streams in ((sums.RECEIVED_NBYTES, None), (1, None), (1, RecordingStreams())):
+        sums.RECEIVED_NBYTES = received_nbytes
+        comm = DistComm(None, torch.device("cpu"), 30.0, ordered=True, streams=streams)
+        out = torch.arange(2500.0)
+        work = comm.reduce(Region(given), out, scale=0.5, accumulate=True, tag=0, label="reduce")
+        work.wait()
+        found.append((out, work.square_sum, sum(work.sent)))
+    return found
+
+
+def test_a_reduction_in_pieces_has_the_bits_of_one_that_receives_all_at_once() -> None:
+    for found in run_processes(_reduced, 3, timeout_s=60):
+        (whole, square, sent), *others = found
+        for out, _, nbytes in others:
+            assert torch.equal(out, whole) and nbytes == sent
+        assert others[0][1] == pytest.approx(square, rel=1e-6)

@@ -62,14 +62,19 @@ def test_what_is_kept_of_a_block_is_proportional_to_the_batch():
 def wide(**options) -> Plan:
     """A plan of one matrix of 1024 x 1024, whose activations are some KiB."""
     return zs.plan(
-        lambda: nn.Linear(1024, 1024, bias=False), batch=lambda: torch.zeros(1, 1024), loss=lambda model, x: model(x).sum(), **options
+        lambda: nn.Linear(1024, 1024, bias=False),
+        batch=lambda: torch.zeros(1, 1024),
+        loss=lambda model, x: model(x).sum(),
+        **options,
     )
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_a_gpu_steps_all_tensors_at_once_unless_told_otherwise_and_a_cpu_one_by_one(optimizer):
     def in_step(separate, **options):
-        phases = planned(ranks=2, stage=1, separate=separate, optimizer=partial(optimizer, lr=0.1, weight_decay=0.1, **options)).phases
+        phases = planned(
+            ranks=2, stage=1, separate=separate, optimizer=partial(optimizer, lr=0.1, weight_decay=0.1, **options)
+        ).phases
         return next(phase.held[Tier.DEVICE].get(ACTIVATIONS, 0) for phase in phases if phase.name == "step")
 
     at_once, one_by_one = (in_step(True, foreach=foreach) for foreach in (True, False))

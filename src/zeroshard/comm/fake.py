@@ -18,7 +18,7 @@ from ..config import Tier
 from .base import Collective, Combine, DirectComm, Region
 from .control import Sent
 from .streams import Streams, T
-from .sums import GPU_CHUNK_NUMEL, sum_dtype
+from .sums import GPU_CHUNK_NUMEL, piece_numel, sum_dtype
 
 Ticket = tuple[int, ...]  # numbers of tasks in a trace
 
@@ -102,24 +102,22 @@ class FakeComm(DirectComm):
         return self._start(label, full.nbytes // self.world_size)
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
-        self._received(source)
+        return self._collect(source, label, source.tensor.nbytes * (self.world_size > 1))
+
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
+        rows, dtype = source.tensor.view(self.world_size, -1), sum_dtype(source.tensor)
+        numel = min(piece_numel(rows), rows.shape[1])
+        held = rows[:, :numel].nbytes * (1 if numel == rows.shape[1] else 2)  # in pieces, what is sent is a copy
+        held = held * (self.world_size > 1) + min(numel, GPU_CHUNK_NUMEL) * dtype.itemsize * (out.dtype != dtype or accumulate)
+        return self._collect(source, label, held)
+
+    def _collect(self, source: Region, label: str, held_nbytes: int) -> Collective:
+        """held_nbytes: what DistComm takes on a GPU until the collective is over, in the order of its stream."""
+        if self.ordered:
+            torch.empty(held_nbytes, dtype=torch.uint8, device=source.tensor.device)
         work = self._start(label, source.tensor.nbytes // self.world_size, distinct=True)
         work.square_sum = 1.0  # see `Watcher.square_sums`
         return work
-
-    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
-        received, dtype = self._received(source), sum_dtype(source.tensor)
-        if self.ordered and (out.dtype != dtype or accumulate):
-            torch.empty(min(out.numel(), GPU_CHUNK_NUMEL), dtype=dtype, device=out.device)  # as `sum_in_rank_order` does
-        del received
-        return super().reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
-
-    def _received(self, source: Region) -> Tensor | None:
-        """Return memory as DistComm.collect takes it for the slices of all ranks, of which nothing is left when it has returned."""
-        tensor = source.tensor
-        return (
-            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if self.ordered and self.world_size > 1 else None
-        )
 
     def all_to_all(
         self, output: Tensor, input: Tensor, label: str = "all-to-all", output_counts: Sequence[int] | None = None,

@@ -35,6 +35,7 @@ from .flight_recorder import describe, places_of
 from .shared_memory import SharedComm
 from .status_server import Desk, ProcessDesk
 from .streams import Streams, streams_for
+from .sums import piece_numel
 
 _WAITERS = 64  # most collectives for which threads wait at a time
 _PAUSE_S = 1e-4  # between two polls of a wait
@@ -285,8 +286,8 @@ class DistComm(DirectComm):
             if self.ordered and self.world_size == 1:
                 works, parts = [], [rows[0]]
             elif self.ordered:
-                # on the side stream, which reads and frees what is received: the next reduction takes this memory again, however
-                # far the host has run ahead of the device
+                # on the side stream, which reads and frees what is received: the next one takes this memory again, however far
+                # the host has run ahead of the device
                 with self.streams.beside():
                     received = torch.empty_like(rows)
                     works = [dist.all_to_all_single(received, rows, group=self._data, async_op=True)]
@@ -300,6 +301,27 @@ class DistComm(DirectComm):
         work = _Collected(self, works, label, lambda: combine(parts))
         work.sent = self.sent(rows[self.rank].nbytes)
         return work
+
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
+        """As DirectComm.reduce; on a device in pieces, so that what is received takes no more than RECEIVED_NBYTES."""
+        rows = source.tensor.view(self.world_size, -1)
+        size = piece_numel(rows)
+        if not self.ordered or self.world_size == 1 or size >= rows.shape[1]:
+            return super().reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
+        works = []
+        for begin in range(0, rows.shape[1], size):
+            with self.streams.beside():
+                piece = Region(rows[:, begin : begin + size].contiguous().view(-1))
+            part = out[begin : begin + size]
+            works.append(super().reduce(piece, part, scale=scale, accumulate=accumulate, tag=tag, label=label))
+        last, squares = (
+            works[-1],
+            [work.square_sum for work in works],
+        )  # one stream runs them all: when the last is over, so are all
+        last.sent = self.sent(source.tensor.nbytes // self.world_size)
+        known = [square for square in squares if square is not None]
+        last.take((sum(known) if len(known) == len(squares) else None, tuple({r: None for w in works for r in w.culprits})))
+        return last
 
     def all_to_all(
         self, output: Tensor, input: Tensor, label: str = "all-to-all", output_counts: Sequence[int] | None = None,

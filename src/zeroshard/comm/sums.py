@@ -12,6 +12,12 @@ from torch import Tensor
 
 CHUNK_NUMEL = 1 << 17  # number of elements summed at a time: three fp32 chunks stay in a core's L2 cache
 GPU_CHUNK_NUMEL = 1 << 22  # the same on a GPU: 16 MiB of fp32 totals, of which each kernel takes longer than its launch
+RECEIVED_NBYTES = 1 << 29  # slices of all ranks that a reduction on a GPU receives at a time
+
+
+def piece_numel(rows: Tensor) -> int:
+    """Return how many elements of each slice, `rows` (ranks, n), a reduction on a GPU receives at a time: all, or whole KiB."""
+    return max(RECEIVED_NBYTES // (rows.shape[0] * rows.itemsize) // 1024 * 1024, 1024)
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> float | None:

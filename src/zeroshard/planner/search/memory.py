@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ...comm.mesh.topology import needed
-from ...comm.sums import GPU_CHUNK_NUMEL
+from ...comm.sums import GPU_CHUNK_NUMEL, RECEIVED_NBYTES
 from ...config import Config, Placement, Tier
 from ...memory.estimate import BUFFERS, Group, needs, rests_away
 from ...memory.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
@@ -108,6 +108,7 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> tuple[dict[Tier,
     for group in (*groups[0], *groups[1]) if layout.separate else ():
         totals = min(group.shard_numel, GPU_CHUNK_NUMEL) * 4
         sent = group.numel * (config.reduce_dtype or group.dtype).itemsize
+        sent = sent if sent <= RECEIVED_NBYTES else 2 * RECEIVED_NBYTES  # in pieces, of which a copy is sent
         received = max(received, totals + sent * (group.numel > group.shard_numel))
         plain = group.master is not torch.int16 and all(column.plain(group.stepped) for column in group.columns)
         own = group.shard_numel if config.row.optimizer is Placement.SHARDED else group.unpadded or group.numel
