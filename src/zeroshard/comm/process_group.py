@@ -303,7 +303,7 @@ class DistComm(DirectComm):
         return work
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
-        """As DirectComm.reduce; on a device in pieces, so that what is received takes no more than RECEIVED_NBYTES."""
+        """Start a reduction as DirectComm.reduce does; on a device in pieces, of which each receives at most RECEIVED_NBYTES."""
         rows = source.tensor.view(self.world_size, -1)
         size = piece_numel(rows)
         if not self.ordered or self.world_size == 1 or size >= rows.shape[1]:

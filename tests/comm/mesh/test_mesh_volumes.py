@@ -55,8 +55,8 @@ class Wire(FakeComm):
     def gather(self, *args, **options):
         return self._count(super().gather(*args, **options))
 
-    def collect(self, *args, **options):
-        return self._count(super().collect(*args, **options))
+    def _collect(self, *args):  # of a reduction, or of packed messages
+        return self._count(super()._collect(*args))
 
 
 class Run:

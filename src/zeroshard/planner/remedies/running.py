@@ -123,7 +123,8 @@ def _profile(shortage: Shortage) -> Profile:
 def _held(profile: Profile, layout: Layout, shortage: Shortage) -> dict[str, float]:
     """Return bytes of the device by category. Frozen parameters have no gradients and no optimizer states."""
     trained = dict.fromkeys((GRADIENTS, MASTERS, OPTIMIZER, PARTIAL), shortage.trained)
-    return {name: nbytes * trained.get(name, 1.0) for name, nbytes in held_of(profile, layout)[Tier.DEVICE].items()}
+    held = held_of(profile, layout, shortage.trained)[Tier.DEVICE]
+    return {name: nbytes * trained.get(name, 1.0) for name, nbytes in held.items()}
 
 
 def _layout(request: Request) -> Layout:

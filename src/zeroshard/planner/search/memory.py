@@ -22,13 +22,13 @@ from .layout import Layout, comms_of, packed_nbytes
 from .profile import Profile, homes_of
 
 
-def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, dict[str, int]]:
+def memory_of(profile: Profile, layout: Layout, stage: int = 0, trained: float = 1.0) -> dict[Tier, dict[str, int]]:
     """Return the bytes of a rank of a stage, by tier and category of memory/ledger.py, at the fullest moment of the device.
 
     Model states are those of the runtime to the byte where the profile knows single parameters (those of GPTs). Of other models
     it knows units alone: their norms and biases count as matrices where optimizer states are coded. Activations are estimates,
     without the allocator's holes and what the model's formulas leave out (buffers, masks). The context of the device is
-    `Hardware.overhead_nbytes`.
+    `Hardware.overhead_nbytes`. trained: the share of the parameters that are trained, for what reductions and the step take.
     """
     profile.check(layout.ep, layout.sp)
     profile, tokens = profile.over(layout.ep), layout.micro_batch * profile.seq // layout.sp
@@ -47,8 +47,12 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     # micro-batches whose activations a stage keeps at once, by 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)
     waiting = min(layout.micro_batches, layout.pp - stage) if layout.pp > 1 else 1
     kept, units = tokens * device * waiting, len(profile.stages(layout.pp)[stage])
-    computing = kept + max(tokens * working, received - kept / units)  # a unit is reduced when its own activations are freed
-    in_step = stepping - sum(held[Tier.DEVICE].get(name, 0) for name in (GATHERED, PARTIAL))  # these are given back by then
+    computing = kept + max(
+        tokens * working, received * (trained > 0) - kept / units
+    )  # a unit is reduced when its own activations are freed
+    in_step = trained * stepping - sum(
+        held[Tier.DEVICE].get(name, 0) for name in (GATHERED, PARTIAL)
+    )  # these are given back by then
     for tier, nbytes in ((Tier.DEVICE, max(computing, in_step)), (Tier.HOST, tokens * host * waiting)):
         if nbytes:
             held[tier][ACTIVATIONS] = round(nbytes)
@@ -116,10 +120,10 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> tuple[dict[Tier,
     return {tier: {name: nbytes for name, nbytes in found.items() if nbytes} for tier, found in held.items()}, received, stepping
 
 
-def held_of(profile: Profile, layout: Layout) -> dict[Tier, Held]:
+def held_of(profile: Profile, layout: Layout, trained: float = 1.0) -> dict[Tier, Held]:
     """Return the bytes of each memory by category on the rank where it is fullest: one of the first stage, or of the last."""
     stages = sorted({0, layout.pp - 1})
-    return fullest([memories(memory_of(profile, layout, stage), layout.separate) for stage in stages])
+    return fullest([memories(memory_of(profile, layout, stage, trained), layout.separate) for stage in stages])
 
 
 @functools.lru_cache(maxsize=4096)
