@@ -1,6 +1,7 @@
 """DeepSpeed's words for axes that cut the model: PipelineModule and AutoTP, against one process and torch alone."""
 
 import itertools
+import time
 
 import pipeline_kit
 import pytest
@@ -16,7 +17,7 @@ from zeroshard.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, 
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.comm.launch import run_processes
-from zeroshard.integrations.deepspeed import sections
+from zeroshard.integrations.deepspeed import sections, topology
 
 TOKENS, WIDTH, ROWS, LENGTH, STEPS, MICRO = 23, 12, 2, 5, 3, 4
 
@@ -251,11 +252,20 @@ def _tensors(rank, ranks, folder):
     engine.load_checkpoint(folder)
     total = sum(value.double().square().sum().item() for value in zs.full_state_dict(engine.module).values())
     engine.destroy()
-    said = []
+    make, said, begun = topology.init_device_mesh, [], 0.0
+
+    def late(*args, **options):
+        made = make(*args, **options)
+        time.sleep(1.0 if rank == 2 else 0.0)
+        return made
+
+    topology.init_device_mesh = late
     for tp, noted in ((3, 0), (2, 4), (-1, 0), (4, 0)):
+        begun = time.monotonic()
         with pytest.raises((sections.DeepSpeedConfigError, zs.ConfigError)) as caught:
             engine_of(tp, noted)
         said.append(str(caught.value))
+    assert time.monotonic() - begun > 0.9  # no rank leaves while another makes its groups, which needs rank 0's store
     return told, place, total, said
 
 
@@ -282,14 +292,14 @@ def test_layers_cut_over_ranks_train_as_one_process(tmp_path):
 
 
 def test_ranks_of_a_topology():
-    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
-    assert topology.get_axis_names() == ["pipe", "data", "model"] and topology.world_size() == 8
-    assert topology.get_rank(pipe=1, data=0, model=1) == 5 and topology.get_coord(5) == (1, 0, 1)
-    assert topology.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]] and topology.get_axis_comm_lists("x") == []
-    assert topology.filter_match(pipe=0, data=1) == [2, 3] == sorted(topology.get_axis_list("data", 1))[:2]
+    grid = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    assert grid.get_axis_names() == ["pipe", "data", "model"] and grid.world_size() == 8
+    assert grid.get_rank(pipe=1, data=0, model=1) == 5 and grid.get_coord(5) == (1, 0, 1)
+    assert grid.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]] and grid.get_axis_comm_lists("x") == []
+    assert grid.filter_match(pipe=0, data=1) == [2, 3] == sorted(grid.get_axis_list("data", 1))[:2]
     assert (ProcessTopology(["x"], [3]).get_dim("x"), PipeDataParallelTopology(2, 4).get_dim("model")) == (3, 0)
     with pytest.raises(ValueError, match="rank 8 not found"):
-        topology.get_coord(8)
+        grid.get_coord(8)
 
 
 def test_specs_of_layers():

@@ -119,7 +119,9 @@ def _initialize(
     mesh: Any = mpu.mesh if isinstance(mpu, SequenceGroups) else model.mpu().mesh if isinstance(model, PipelineModule) else None
     for axis, size, action in ((TP, tensor_ranks, tensor_parallel.cut), (EP, expert_ranks, moe.divide)):
         if size > 1:
-            mesh = mesh_of({DP: comm.world_size // size, axis: size})
+            sizes = {DP: comm.world_size // size, axis: size}
+            # a rank that refuses the model next, and ends, would take the store from ranks that still make their groups
+            mesh = _together(comm, "the mesh", functools.partial(mesh_of, sizes))
             model_parameters = _renewed(model, optimizer, model_parameters, functools.partial(action, model, mesh[axis]))
     basic, lr_scheduler, options, monitor = _together(
         comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, config)
