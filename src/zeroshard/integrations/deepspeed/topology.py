@@ -98,6 +98,7 @@ class PipelineParallelGrid:
         if math.prod(topology.dims) != self.world_size:
             raise RuntimeError(f"topology: {axes} has {math.prod(topology.dims)} ranks, and there are {self.world_size}")
         self.mesh = mesh_of({_AXES[axis]: size for axis, size in axes.items()})
+        communication.barrier()  # a rank that refuses its layers, and ends, may have the store by which others make their groups
         self.pipe_parallel_size, self.data_parallel_size, self.model_parallel_size = axes["pipe"], axes["data"], 1
         here = topology.get_coord(self.global_rank)
         self.stage_id, self.data_parallel_id = here.pipe, here.data
