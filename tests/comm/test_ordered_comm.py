@@ -163,3 +163,10 @@ def test_a_reduction_in_pieces_has_the_bits_of_one_that_receives_all_at_once() -
         for out, _, nbytes in others:
             assert torch.equal(out, whole) and nbytes == sent
         assert others[0][1] == pytest.approx(square, rel=1e-6)
+
+
+def test_sums_on_the_host_take_no_memory_of_a_default_device() -> None:
+    out = torch.zeros(3)
+    with torch.device("meta"):  # a program's own default, e.g. a GPU, while gradients are summed on the host
+        sums.sum_in_rank_order([torch.ones(3, dtype=torch.bfloat16, device="cpu")] * 3, out, scale=1.0, accumulate=False)
+    assert out.tolist() == [3.0, 3.0, 3.0]

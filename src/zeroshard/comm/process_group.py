@@ -314,10 +314,7 @@ class DistComm(DirectComm):
                 piece = Region(rows[:, begin : begin + size].contiguous().view(-1))
             part = out[begin : begin + size]
             works.append(super().reduce(piece, part, scale=scale, accumulate=accumulate, tag=tag, label=label))
-        last, squares = (
-            works[-1],
-            [work.square_sum for work in works],
-        )  # one stream runs them all: when the last is over, so are all
+        last, squares = works[-1], [work.square_sum for work in works]  # one stream runs all: the last is over when all are
         last.sent = self.sent(source.tensor.nbytes // self.world_size)
         known = [square for square in squares if square is not None]
         last.take((sum(known) if len(known) == len(squares) else None, tuple({r: None for w in works for r in w.culprits})))

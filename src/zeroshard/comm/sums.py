@@ -16,7 +16,7 @@ RECEIVED_NBYTES = 1 << 29  # slices of all ranks that a reduction on a GPU recei
 
 
 def piece_numel(rows: Tensor) -> int:
-    """Return how many elements of each slice, `rows` (ranks, n), a reduction on a GPU receives at a time: all, or whole KiB."""
+    """Return how many elements of each slice, `rows` (ranks, n), a reduction on a GPU receives at most at a time."""
     return max(RECEIVED_NBYTES // (rows.shape[0] * rows.itemsize) // 1024 * 1024, 1024)
 
 
@@ -31,7 +31,8 @@ def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, acc
     aliased = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
     dtype = sum_dtype(parts[0])
     rounded = parts[0].dtype != dtype
-    scratch = torch.empty(chunk, dtype=dtype) if rounded and on_cpu else None  # a GPU's kernels convert while they add
+    # a GPU's kernels convert while they add; `device`, since the caller's default device may be another
+    scratch = torch.empty(chunk, dtype=dtype, device=out.device) if rounded and on_cpu else None
 
     def fill(begin: int, total: Tensor) -> None:
         pieces = [part[begin : begin + chunk] for part in parts]

@@ -59,8 +59,6 @@ def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: tor
 
 def _foreach_on_gpu(options: Options) -> bool:
     """Return whether one of torch's classes steps a GPU's tensors all at once by default, and fake ones, on a CPU, one by one."""
-    chosen = (
-        options.get("foreach", False) is not None or options.get("fused") is not None
-    )  # a class without foreach has no choice
+    chosen = options.get("foreach", False) is not None or options.get("fused") is not None  # False: the class has no foreach
     looped = options.get("differentiable") or (isinstance(options.get("lr"), Tensor) and not options.get("capturable"))
     return not (chosen or looped)

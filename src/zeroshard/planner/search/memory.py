@@ -47,12 +47,10 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0, trained: float =
     # micro-batches whose activations a stage keeps at once, by 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)
     waiting = min(layout.micro_batches, layout.pp - stage) if layout.pp > 1 else 1
     kept, units = tokens * device * waiting, len(profile.stages(layout.pp)[stage])
-    computing = kept + max(
-        tokens * working, received * (trained > 0) - kept / units
-    )  # a unit is reduced when its own activations are freed
-    in_step = trained * stepping - sum(
-        held[Tier.DEVICE].get(name, 0) for name in (GATHERED, PARTIAL)
-    )  # these are given back by then
+    # a unit is reduced when its own activations are freed
+    computing = kept + max(tokens * working, received * (trained > 0) - kept / units)
+    # gathered units and sums of gradients are given back before the step
+    in_step = trained * stepping - sum(held[Tier.DEVICE].get(name, 0) for name in (GATHERED, PARTIAL))
     for tier, nbytes in ((Tier.DEVICE, max(computing, in_step)), (Tier.HOST, tokens * host * waiting)):
         if nbytes:
             held[tier][ACTIVATIONS] = round(nbytes)
