@@ -3,7 +3,8 @@
 #   setup cli.txt         PYTHON is then the interpreter of the environment
 #
 # torch comes first and alone, so that nothing else chooses its build. A stamp per requirements file makes the next call
-# immediate. PYTHON=... chooses the interpreter, ZEROSHARD_VENV=... the place of the environment.
+# immediate; another stamp names the checkout whose source the environment imports, since two may share one environment.
+# PYTHON=... chooses the interpreter, ZEROSHARD_VENV=... the place of the environment.
 
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -36,12 +37,12 @@ pip_install() {
     "$PYTHON" -m pip install -qq --disable-pip-version-check "$@" || fail "pip install $* failed (its message is above)"
 }
 
-stamp_of() { # of a requirements file: everything that decides what gets installed, and where
-    cat requirements/{torch,cli,docs}.txt "requirements/$1" pyproject.toml scripts/setup.sh <(pwd) | cksum | tr ' ' '-'
+stamp_of() { # of a requirements file: everything that decides what gets installed
+    cat requirements/{torch,cli,docs}.txt "requirements/$1" pyproject.toml scripts/setup.sh | cksum | tr ' ' '-'
 }
 
 setup() {
-    local requirements=$1 venv=${ZEROSHARD_VENV:-.venv} stamp
+    local requirements=$1 venv=${ZEROSHARD_VENV:-.venv} stamp checkout
     if [ ! -x "$venv/bin/python" ] || ! is_recent "$venv/bin/python"; then
         local python
         python=$(find_python)
@@ -51,13 +52,14 @@ setup() {
     fi
     PYTHON=$venv/bin/python
     stamp=$venv/.zeroshard-$requirements-$(stamp_of "$requirements")
-    if [ ! -e "$stamp" ]; then
+    checkout=$venv/.zeroshard-checkout-$(pwd -P | cksum | tr ' ' '-')
+    if [ ! -e "$stamp" ] || [ ! -e "$checkout" ]; then
         say "installing torch"
         pip_install -r requirements/torch.txt
         say "installing the libraries of requirements/$requirements"
         pip_install -r "requirements/$requirements"
         pip_install --no-deps --editable .
-        rm -f "$venv/.zeroshard-$requirements-"*
-        touch "$stamp"
+        rm -f "$venv/.zeroshard-$requirements-"* "$venv/.zeroshard-checkout-"*
+        touch "$stamp" "$checkout"
     fi
 }

@@ -246,6 +246,16 @@ def test_no_file_of_tests_needs_another():
             assert not name.startswith("test_"), f"{path} imports {name}: move what both use to tests/support"
 
 
+def test_nothing_that_git_should_ignore_is_committed():
+    """A committed .venv, a link to one machine's environment, was once taken by every clean clone for its own."""
+    checkout = Path(__file__).parent.parent
+    if not (checkout / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "-c", "safe.directory=*", "-C", str(checkout), "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert not found, f"remove with git rm --cached: {found}"
+
+
 def test_private_names_of_torch_are_in_one_file():
     """So that what a release takes away is mended there, and tests/utils/test_torch_compat.py names it."""
     found = [
