@@ -109,6 +109,28 @@ Run = tuple[
 # seconds of each step but the first; the machine's load over the last minute
 
 
+def warm_device() -> None:
+    """Let libraries take what they take once on the current CUDA device, e.g. cuBLAS's workspaces, forward and backward."""
+    matrix = torch.ones(256, 256, device="cuda", requires_grad=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        (matrix.to(dtype) @ matrix.to(dtype)).sum().backward()
+    torch.cuda.synchronize()
+
+
+def measure_device(case: Case, folder: str, steps: int) -> tuple[int, int]:
+    """Train on the current CUDA device; return the bytes by which its allocated memory grew at the peak, and those that stayed."""
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("cuda"):
+        train(case, folder, steps)
+    torch.cuda.synchronize()
+    grown = torch.cuda.max_memory_allocated() - before
+    gc.collect()
+    return grown, torch.cuda.memory_allocated() - before
+
+
 def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> tuple[Run, Plan]:
     """Train in this process as a user would, then once more under `observe`; return the measurements of both."""
     dist.init_process_group("gloo")

@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -100,8 +101,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: no collection of garbage shall go through it again."""
+    """What is imported by now stays: no collection of garbage shall go through it again, and forked ranks have it all."""
     import torch._dynamo  # noqa: F401
+
+    import zeroshard.parallel.parallelize  # noqa: F401
+
+    if "transformers" in sys.modules:  # it imports what its models share, 1.5 s of a core, when a rank asks for the first
+        _ = sys.modules["transformers"].LlamaForCausalLM
 
     gc.collect()
     gc.freeze()

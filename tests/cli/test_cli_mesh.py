@@ -18,6 +18,7 @@ from zeroshard.cli.mesh_axes import MeshAxes
 from zeroshard.cli.options import TrainOptions, parse_train
 from zeroshard.cli.ranks import Ranks
 from zeroshard.cli.trainer import Trainer
+from zeroshard.comm.launch import run_processes
 from zeroshard.data.text import read_corpus
 from zeroshard.planner.models import CASE_STUDIES, GPT, GPTConfig
 
@@ -223,14 +224,19 @@ def test_ranks_of_one_place_read_the_same_and_count_once(text, monkeypatch):
     assert sum(scored[0]) + sum(scored[2]) == 299 and scored[0] == scored[5] and scored[2] == scored[7]
 
 
+def _command(rank: int, size: int, arguments: list[str]) -> int:
+    """A rank of a command, as torchrun starts it: it joins the others, and starts none."""
+    return main(arguments)
+
+
 @pytest.mark.processes
 def test_a_run_over_sp_has_the_losses_of_one_rank(text, tmp_path):
     """The rows of n-gram tables that a token reads depend on tokens of the rank before it."""
     losses = []
-    for mesh in ("dp=1", "dp=1,sp=2", "pp=2,sp=2"):
+    for mesh, ranks in (("dp=1", 1), ("dp=1,sp=2", 2), ("pp=2,sp=2", 4)):
         options = ["--mesh", mesh, "--seq", "64", "--global-batch", "4", "--stage", "3", "--quiet"]
         options += ["--sample-bytes", "4"] if "pp" not in mesh else []
-        assert main(_train(text, tmp_path / mesh, *options)) == 0
+        assert run_processes(_command, ranks, _train(text, tmp_path / mesh, *options)) == [0] * ranks
         rows = [json.loads(line) for line in (tmp_path / mesh / "metrics.jsonl").read_text().splitlines()]
         losses.append([row.get("loss", row.get("held_out_bits_per_byte")) for row in rows])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)

@@ -161,8 +161,6 @@ def _on_processes(rank: int, size: int):
             model = copy.deepcopy(model_of("llama"))
             found[backend] = trained(rank, model, batches(rows=2), {"dp": 2, "sp": 2}, on=mesh, stage=3)
             model = copy.deepcopy(model_of("llama", 6))  # two ranks exchange heads, and keys are gathered
-            if backend == "dist":
-                model.compile(backend="eager")
             found[backend, 6] = trained(rank, model, batches(steps=2), {"sp": 4}, stage=3)
     return found, list(sampler), zs.shard_sequence(torch.arange(8).view(1, 8), mesh).flatten().tolist()
 
@@ -177,6 +175,22 @@ def test_processes_over_shared_memory_and_gloo_equal_one_process():
         compare([found[backend, 6] for found, _, _ in results], gathered)
     assert [samples for _, samples, _ in results] == [[0, 2, 4, 6]] * 2 + [[1, 3, 5, 7]] * 2
     assert [tokens for _, _, tokens in results] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+
+
+def _compiled_on_processes(rank: int, size: int):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = copy.deepcopy(model_of("llama", 3, 1, num_hidden_layers=1))  # keys are gathered: two ranks do not divide the heads
+    model.compile(backend="eager")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROSHARD_COMM", "dist")
+        return trained(rank, model, batches(steps=2), {"sp": 2}, stage=3)
+
+
+@pytest.mark.processes
+def test_compiled_models_over_gloo_equal_one_process():
+    expected = one_process(model_of("llama", 3, 1, num_hidden_layers=1), batches(steps=2))
+    compare(run_processes(_compiled_on_processes, 2), expected)
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import CollectiveMismatch, left_loop
+from ..utils.work import pause
 from .failure import Failure
 from .flight_recorder import Progress
 from .status_server import Desk
@@ -23,7 +24,6 @@ from .streams import Streams
 if TYPE_CHECKING:
     from .base import Hops
 
-_PAUSE_S = 5e-5  # between two polls of a wait
 Missing = Callable[[], list[int] | None]
 
 
@@ -143,10 +143,11 @@ class Control(Group, ABC):
 
     def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
         """Return when `done()`; meanwhile continue all work that peers may wait for. missing: as `Collective.missing`."""
+        begin = time.monotonic()
         with self.pending.waiting():
             while not done():
                 self.poll()
-                time.sleep(_PAUSE_S)
+                pause(begin)
 
     def poll(self) -> None:
         """Let work under way progress, without blocking."""

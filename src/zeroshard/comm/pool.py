@@ -33,7 +33,7 @@ from ..memory.ledger import STAGING, Ledger
 from ..memory.release import give_back, take_again
 from ..tensor.flat_layout import round_up
 from ..utils.one_thread import Turn, one_thread
-from ..utils.work import Work
+from ..utils.work import Work, pause
 from .base import Collective, Comm, Region
 
 _PATIENCE_S = 0.05  # a wait for a free buffer that lasts this long is announced to the peers
@@ -144,7 +144,7 @@ class StagingPool:
                     announced = True
                     self.comm.control.announce("a staging buffer")
                 self.comm.control.poll()
-                time.sleep(2e-5)
+                pause(begin)
         finally:
             if announced:
                 self.comm.control.announce(None)

@@ -28,6 +28,7 @@ from torch import Tensor
 from ..errors import ConfigError, StallError, ZeroshardError
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
+from ..utils.work import pause
 from .base import Collective, Combine, DirectComm, Outcome, Region, parts_of
 from .control import Missing, Sent, mismatch, misuse
 from .failure import GONE, Failure
@@ -38,7 +39,6 @@ from .streams import Streams, streams_for
 from .sums import piece_numel
 
 _WAITERS = 64  # most collectives for which threads wait at a time
-_PAUSE_S = 1e-4  # between two polls of a wait
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 _PATIENCE_S = 10.0  # time for peers to send the failure that broke a connection
 _ASK_AGAIN_S = 0.1  # between two rounds of questions to the peers' desks
@@ -377,15 +377,15 @@ class DistComm(DirectComm):
         return [part.numpy().tobytes() for part in everyone]
 
     def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
-        deadline = time.monotonic() + self.stall_timeout_s
+        begin = time.monotonic()
         with _Explained(self, label), self.pending.waiting():
             while not done():
                 self.poll()
                 if self.desk.told is not None:
                     raise self.heard(self.desk.told, label)
-                if time.monotonic() > deadline:
+                if time.monotonic() - begin > self.stall_timeout_s:
                     raise RuntimeError("timed out")  # `judge` takes this for a stall
-                time.sleep(_PAUSE_S)
+                pause(begin)
 
     def fence_write(self, synchronised: bool = False) -> None:
         if self.beside and self.local is not None:  # ranks of this host read each other's shards

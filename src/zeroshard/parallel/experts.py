@@ -52,6 +52,18 @@ class Load:
         return max(self.rows) * len(self.rows) / sum(self.rows) if sum(self.rows) else 1.0
 
 
+@dataclass(frozen=True)
+class _Route:
+    """The rows that this rank sends to, and receives from, each rank along the axis; and for each received row (S,) its expert.
+
+    experts: numbered from 0 on this rank.
+    """
+
+    sent: list[int]
+    received: list[int]
+    experts: Tensor
+
+
 class _SendRows(torch.autograd.Function):
     """Send rows (S, H) to the ranks along an axis; backward sends their gradients back.
 
@@ -94,29 +106,34 @@ class DividedExperts(Joined, AlongAxis):
         """Return (T, H) for hidden (T, H), index (T, K), weights (T, K), however the class names these arguments."""
         bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
         hidden, index, weights = cast(list[Tensor], list(bound.values())[1:])
-        line, ranks, label = self.line, self.line.comm.world_size, f"experts {self.place}"
+        line, label = self.line, f"experts {self.place}"
         experts, order = index.flatten().sort(stable=True)  # stable: an expert sees its tokens in the order of the batch
         if self.capacity_factor is not None:
             order, experts = self._within_capacity(order, experts, len(hidden), index.shape[-1])
-        counts = self._counts(experts)
-        told = line.comm.exchange(struct.pack(f"<{self.everywhere}I", *counts), f"{label}: tokens of each")
-        # table[a][b]: the numbers of rows that rank a sends to rank b, one for each expert of rank b
-        table = [self._by_rank(struct.unpack(f"<{self.everywhere}I", row)) for row in told]
-        mine = [row[line.comm.rank] for row in table]
-        sent, received = [sum(part) for part in table[line.comm.rank]], [sum(part) for part in mine]
-        self.load.rows = [rows + sum(sum(row[to]) for row in table) for to, rows in enumerate(self.load.rows)]
-        rows = _SendRows.apply(hidden[order // index.shape[-1]], line, sent, received, f"{label}: dispatch")
-        # the received rows are sorted by the rank that sent them, and those of a rank by expert
-        repeats = torch.tensor([count for part in mine for count in part], device=rows.device)
-        local = torch.arange(self.num_experts, device=rows.device).repeat(ranks)
-        computed = self._compute(rows, local.repeat_interleave(repeats, output_size=sum(received)))
-        back = _SendRows.apply(computed, line, received, sent, f"{label}: combine")
+        route = self._route(experts, label)
+        rows = _SendRows.apply(hidden[order // index.shape[-1]], line, route.sent, route.received, f"{label}: dispatch")
+        computed = self._compute(rows, route.experts)
+        back = _SendRows.apply(computed, line, route.received, route.sent, f"{label}: combine")
         chosen = back.new_zeros(index.numel(), back.shape[-1]).index_copy(0, order, back)  # zeros: choices beyond the capacity
         return (chosen.unflatten(0, index.shape) * weights.unsqueeze(-1)).sum(dim=-2).to(hidden.dtype)
 
-    def _by_rank(self, counts: Sequence[int]) -> list[Sequence[int]]:
-        """Return numbers of rows for each expert (everywhere,) as one sequence for each rank that holds some of the experts."""
-        return [counts[first : first + self.num_experts] for first in range(0, self.everywhere, self.num_experts)]
+    def _route(self, experts: Tensor, label: str) -> _Route:
+        """Tell all ranks along the axis how many rows this one has for each expert. experts (S,): the expert of each row, sorted."""
+        rank, ranks, form = self.line.comm.rank, self.line.comm.world_size, f"<{self.everywhere}I"
+        told = self.line.comm.exchange(struct.pack(form, *self._counts(experts)), f"{label}: tokens of each")
+        # table[a][b]: the numbers of rows that rank a sends to rank b, one for each expert of rank b
+        firsts = range(0, self.everywhere, self.num_experts)
+        table = [
+            [counts[first : first + self.num_experts] for first in firsts]
+            for counts in (struct.unpack(form, row) for row in told)
+        ]
+        arriving = [of_rank[rank] for of_rank in table]
+        sent, received = [sum(counts) for counts in table[rank]], [sum(counts) for counts in arriving]
+        self.load.rows = [rows + sum(sum(of_rank[to]) for of_rank in table) for to, rows in enumerate(self.load.rows)]
+        # the received rows are sorted by the rank that sent them, and those of a rank by expert
+        repeats = torch.tensor([count for counts in arriving for count in counts], device=experts.device)
+        local = torch.arange(self.num_experts, device=experts.device).repeat(ranks)
+        return _Route(sent, received, local.repeat_interleave(repeats, output_size=sum(received)))
 
     def _counts(self, experts: Tensor) -> list[int]:
         """Return the number of this rank's rows for each expert; on imagined ranks, whose tensors have no values, equal ones."""

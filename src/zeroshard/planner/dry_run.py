@@ -49,7 +49,7 @@ from ..zero.unit import Unit
 from .faults import NO_NUMBERS, first_line, told, where
 from .measure.report import report
 from .operators import Groups, Operators
-from .plan import ACTIVATIONS, KEPT, PHASES, Phase, Plan
+from .plan import ACTIVATIONS, KEPT, PHASES, Moment, Phase, Plan
 from .recorder import Recorder
 from .simulator.hardware import Hardware
 from .simulator.trace import Resource, Trace
@@ -308,7 +308,8 @@ class _Run:
     def plan(
         self, batch: Any, checkpointing: bool | Mapping[str, Any], name: str, separate: bool, hardware: Hardware | None = None
     ) -> Plan:
-        meshed, recorder, meter = cuts_model(self.axes), self.recorder, self.recorder.meter
+        """Shard the model, run the two steps, and return what the recorder has seen of them."""
+        meshed, recorder = cuts_model(self.axes), self.recorder
         if meshed and self.loss is not None:
             raise ConfigError(
                 "loss: with axes pp or tp the model must map tokens to logits: give a loss of (logits, targets) as parallel={'loss': ...}."
@@ -318,7 +319,7 @@ class _Run:
             world = imagined_mesh(self.axes, self.rank)
         else:
             world = contextlib.nullcontext() if self.real else PlanMode(allow_non_fake_inputs=True)
-        with world as entered, meter.listening():
+        with world as entered, recorder.meter.listening():
             mesh: Any = entered if meshed else None
             operators = Operators(recorder, self._groups(mesh) if meshed else Groups())
             with contextlib.nullcontext() if meshed else operators:  # a pipeline runs its stages once to see shapes
@@ -336,19 +337,28 @@ class _Run:
                 for runtime in runtimes for unit in runtime.units
             }  # fmt: skip
         recorder.trace.model_flops, recorder.trace.tokens = 3 * recorder.forward_flops, self._tokens
-        breaks = not separate and self.config.keep_host_memory and self.config.offload_param.tier is not Tier.DISK
-        holes = {phase: meter.kept(phase) if breaks else 0 for phase in PHASES}  # of the C library's heap
+        phases, moments = self._held(separate)
+        return Plan(
+            name, self.rank, self.axes, self.config, self.micro_batches, self._tokens, self.num_parameters, separate, phases, moments,
+            recorder.trace, text, self.sent, _kept(recorder), units, hardware, None if callable(batch) else batch,
+        )  # fmt: skip
+
+    def _held(self, separate: bool) -> tuple[tuple[Phase, ...], tuple[Moment, ...]]:
+        """Return the most bytes held in each phase, and the bytes held at each moment, by tier and owner.
+
+        Ranks on CPUs also hold, from a phase's beginning to its end, freed memory that the C library keeps in holes of its heap.
+        """
+        meter = self.recorder.meter
+        has_holes = not separate and self.config.keep_host_memory and self.config.offload_param.tier is not Tier.DISK
+        holes = {phase: meter.kept(phase) if has_holes else 0 for phase in PHASES}
         phases = []
         for phase in PHASES:
             held = {tier: dict(meter.fullest[phase, tier]) for tier in Tier if meter.fullest.get((phase, tier))}
-            if breaks:
+            if has_holes:
                 held[Tier.DEVICE] = held.get(Tier.DEVICE, {}) | {KEPT: holes[phase]}
             phases.append(Phase(phase, held))
-        moments = [replace(m, held={**m.held, KEPT: holes[m.phase]}) if holes[m.phase] else m for m in recorder.moments]
-        return Plan(
-            name, self.rank, self.axes, self.config, self.micro_batches, self._tokens, self.num_parameters, separate, tuple(phases),
-            tuple(moments), recorder.trace, text, self.sent, _kept(recorder), units, hardware, None if callable(batch) else batch,
-        )  # fmt: skip
+        moments = self.recorder.moments
+        return tuple(phases), tuple(replace(m, held={**m.held, KEPT: holes[m.phase]}) if holes[m.phase] else m for m in moments)
 
     def _told(self, what: str, remedy: str = _FIXED_SHAPES) -> contextlib.AbstractContextManager[None]:
         return told(what, lambda: self.recorder.unit, remedy)

@@ -30,7 +30,7 @@ from ..offload.gradient_offload import Departure, narrowed
 from ..offload.storage import Rest, Tiers
 from ..tensor.flat_layout import FlatLayout
 from ..utils import torch_compat
-from ..utils.work import Work
+from ..utils.work import Work, pause
 
 _PATIENCE_S = 0.05  # without overlap, `GradientBuffer.settle` waits this long for a reduction
 
@@ -374,10 +374,10 @@ class GradientBuffer:
         if self._work is not None and not self.comm.waits_on_host:
             self._work.wait()  # the streams wait, not the host
             return
-        deadline = time.monotonic() + _PATIENCE_S
-        while self._work is not None and not self._work.drained() and time.monotonic() < deadline:
+        begin = time.monotonic()
+        while self._work is not None and not self._work.drained() and time.monotonic() - begin < _PATIENCE_S:
             self.comm.control.poll()
-            time.sleep(2e-5)  # 20 us: much less than a reduction takes
+            pause(begin)
 
     @property
     def departing(self) -> bool:

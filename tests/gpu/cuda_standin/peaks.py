@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import cuda_standin  # isort: skip  (before torch; processes that are started import this file first)
 
-import gc
 import os
 import sys
 import tempfile
@@ -29,24 +28,14 @@ def _rank(rank: int, world: int, folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("nccl", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
-    matrix = torch.ones(256, 256, device="cuda", requires_grad=True)
-    for dtype in (torch.float32, torch.bfloat16):  # what libraries take once
-        (matrix.to(dtype) @ matrix.to(dtype)).sum().backward()
+    predictions.warm_device()
     differ = False
     for case in predictions.CASES:
         if names and case.name not in names:
             continue
         plan = zs.plan(case.model, ranks=world, rank=rank, separate=True, **case.settings(str(folder)))
-        gc.collect()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        with torch.device("cuda"):
-            predictions.train(case, str(folder), STEPS)
-        torch.cuda.synchronize()
-        grown = torch.cuda.max_memory_allocated() - before
-        gc.collect()
-        left, planned, faults = torch.cuda.memory_allocated() - before, plan.peak(Tier.DEVICE), cuda_standin.errors()
+        grown, left = predictions.measure_device(case, str(folder), STEPS)
+        planned, faults = plan.peak(Tier.DEVICE), cuda_standin.errors()
         good = abs(planned / grown - 1) <= TOLERANCE and left < TOLERANCE * grown and not faults
         differ |= not good
         if rank == 0:

@@ -105,31 +105,39 @@ class _Seconds(NamedTuple):
 
 
 def _sums(load: Load, hardware: Hardware, beside: bool) -> _Seconds:
-    """Add up the seconds of a load's tasks. With `beside` the program waits for computation, and for messages of tp."""
-    chain = [0.0, 0.0]
-    lanes: dict[Resource, float] = defaultdict(float)
-    steps: dict[tuple[bool, Resource], float] = defaultdict(float)
-    tail = 0.0
-    for once, parts, repeated in ((0, load.each, load.micro_batches), (1, load.once, 1)):
+    """Add up the seconds of a load's tasks. With `beside` the program waits for computation, and for messages of tp, ep and sp."""
+    return _seconds_beside(load, hardware) if beside else _seconds_in_turn(load, hardware)
+
+
+def _seconds_in_turn(load: Load, hardware: Hardware) -> _Seconds:
+    """Add up the seconds of tasks of which each begins when the one before it has ended."""
+
+    def total(parts: tuple[Part, ...], of_step: bool) -> float:
+        chosen = ((task, times) for task, times in parts if (task.phase == "step") == of_step)
+        return sum(times * seconds(task, hardware, load.trace) for task, times in chosen)
+
+    return _Seconds(total(load.each, False), total(load.once, False), total(load.each, True) + total(load.once, True), {})
+
+
+def _seconds_beside(load: Load, hardware: Hardware) -> _Seconds:
+    """Add up the seconds of tasks on resources that work at the same time, each resource by itself.
+
+    The optimizer's step takes the time of its busiest resource, after that of the busiest one that sums gradients of tied weights.
+    """
+    waited = {"each": 0.0, "once": 0.0}
+    lanes, sums, steps = (defaultdict[Resource, float](float) for _ in range(3))
+    for kind, parts, repeated in (("each", load.each, load.micro_batches), ("once", load.once, 1)):
         for task, times in parts:
-            if not beside:
-                time = times * seconds(task, hardware, load.trace)
-                if task.phase == "step":
-                    tail += time
-                else:
-                    chain[once] += time
-                continue
             for resource, time in resource_seconds(task, hardware, load.trace).items():
                 lane = hardware.lane(resource)
                 if task.phase == "step" and kind_of(task) != "publish":  # that runs beside the next forward
-                    steps[kind_of(task) == "sum", lane] += times * time
+                    (sums if kind_of(task) == "sum" else steps)[lane] += times * time
                     continue
                 lanes[lane] += repeated * times * time
                 if resource is Resource.DEVICE or task.axis in (TP, EP, SP):  # computation waits for it
-                    chain[once] += times * time
-    for first in (True, False):
-        tail += max((time for (which, _), time in steps.items() if which is first), default=0.0)
-    return _Seconds(chain[0], chain[1], tail, lanes)
+                    waited[kind] += times * time
+    tail = max(sums.values(), default=0.0) + max(steps.values(), default=0.0)
+    return _Seconds(waited["each"], waited["once"], tail, lanes)
 
 
 def loads_of(profile: Profile, layout: Layout) -> list[Load]:
