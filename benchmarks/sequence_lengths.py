@@ -15,7 +15,9 @@ from .tables import MIB, Measured, Row
 
 RANKS, LENGTHS = (4, 8), (1024, 4096, 16384, 65536)
 SHAPE = ModelShape(vocab_size=1024, dim=128, layers=2, heads=8)
-LONG = 32768  # tokens; for longer sequences, whose steps take minutes, one round of one step, on the first number of ranks
+# tokens; of longer sequences, whose steps take minutes, one round of one step; beyond the first number of ranks, of one sequence, which
+# contenders that share its tokens train on
+LONG = 32768
 
 
 def run(
@@ -27,10 +29,12 @@ def run(
     for size in ranks:
         title = f"Sequences of a Llama (dim {shape.dim}, {shape.layers} layers) on {size} ranks"
         raced: list[tuple[Workload, list[Outcome], Measured]] = []
-        for length in lengths if size == ranks[0] else [each for each in lengths if each < LONG]:
+        for length in lengths:
             warmup, turns = (1, rounds.rounds) if length < LONG else (0, 1)
-            workload = Workload(dataclasses.replace(shape, seq_len=length), size, size, seed, long=True)
-            outcomes = race(contenders, workload, Rounds(warmup, turns, steps=1, memory_steps=1), log_dir / f"{size}-{length}")
+            alone = length >= LONG and size != ranks[0]
+            racing = [each for each in contenders if each.kind != "zs"] if alone else contenders
+            workload = Workload(dataclasses.replace(shape, seq_len=length), 1 if alone else size, size, seed, long=True)
+            outcomes = race(racing, workload, Rounds(warmup, turns, steps=1, memory_steps=1), log_dir / f"{size}-{length}")
             raced.append((workload, outcomes, table("sequences", "", workload, outcomes)))
             show(_joined(title, raced[-1:]).sheet())  # long races follow, which a user may end
         found.append(_joined(title, raced))

@@ -38,7 +38,7 @@ from zoo import (
 )
 
 import zeroshard as zs
-from zeroshard.activations.disk_storage import DiskPlace
+from zeroshard.activations.disk_storage import DiskBacking
 from zeroshard.activations.storage import Space
 from zeroshard.comm import backend_select
 from zeroshard.comm.launch import free_port, run_processes
@@ -199,8 +199,8 @@ def test_a_device_of_its_own(activate, monkeypatch, place, prefetch):
 
 def test_reads_run_ahead_in_the_reverse_order(activate, monkeypatch):
     model, ((batch,),) = activate(seeded(Stack, DIM, 6), "nvme", prefetch=2), normal_batches(1, 1, 4, DIM)
-    place, order = store_of(model).place, []
-    read, get = place.engine.read, place.get
+    backing, order = store_of(model).backing, []
+    read, get = backing.engine.read, backing.get
 
     def noted_read(file, offset, out):
         order.append(("read", file, offset))
@@ -210,8 +210,8 @@ def test_reads_run_ahead_in_the_reverse_order(activate, monkeypatch):
         order.append(("use", kept.file, kept.offset))
         return get(kept)
 
-    monkeypatch.setattr(place.engine, "read", noted_read)
-    monkeypatch.setattr(place, "get", noted_get)
+    monkeypatch.setattr(backing.engine, "read", noted_read)
+    monkeypatch.setattr(backing, "get", noted_get)
     loss = square(model, batch)
     places = [(kept.file, kept.offset) for kept in store_of(model)._live.values()]
     for kept in store_of(model)._live.values():
@@ -318,10 +318,10 @@ def test_a_disk_that_is_too_small_is_refused_when_the_first_pass_is_known(activa
     def forward():
         return square(model, (torch.ones(4, DIM),))
 
-    place = store_of(model).place
-    write = place.engine.write
+    backing = store_of(model).backing
+    write = backing.engine.write
     # as if the disk were as fast as memory: what was written is taken
-    monkeypatch.setattr(place.engine, "write", lambda *request: (handle := write(*request), handle.wait())[0])
+    monkeypatch.setattr(backing.engine, "write", lambda *request: (handle := write(*request), handle.wait())[0])
     if needed is None:
         forward().backward()
         return
@@ -477,7 +477,7 @@ def test_one_rank_goes_on_after_its_disk_failed(activate):
     model = activate(seeded(Stack, DIM), "nvme")
     model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3)
     loss = square(model, (torch.ones(4, DIM),))
-    file = store_of(model).place._files[0][0]
+    file = store_of(model).backing._files[0][0]
     for kept in store_of(model)._live.values():
         kept.writing.wait()
     os.ftruncate(file.fd, 0)
@@ -567,18 +567,18 @@ def test_a_slice_that_is_read_in_vain_keeps_its_place_until_then(tmp_path):
             self.go_on.wait(20)
             return super().preadv(fd, buffers, offset)
 
-    place = DiskPlace(
+    backing = DiskBacking(
         zs.Offload("nvme", path=str(tmp_path), checksum=True), torch.device("cpu"), Streams(), Ledger(), 1 << 20, 0, 0
     )
-    place.engine.calls = Held()
-    first = place.put(torch.full((4096,), 1.0), 4096)
+    backing.engine.calls = Held()
+    first = backing.put(torch.full((4096,), 1.0), 4096)
     first.writing.wait()
-    place.fetch(first, wait=True)
-    place.drop(first)
-    second = place.put(torch.full((4096,), 2.0), 4096)
+    backing.fetch(first, wait=True)
+    backing.drop(first)
+    second = backing.put(torch.full((4096,), 2.0), 4096)
     assert second.offset != first.offset
-    place.engine.calls.go_on.set()
+    backing.engine.calls.go_on.set()
     for value in range(4):
-        last = place.put(torch.full((4096,), float(value)), 4096)
-    assert torch.equal(place.get(last), torch.full((4096,), 3.0))
-    place.close()
+        last = backing.put(torch.full((4096,), float(value)), 4096)
+    assert torch.equal(backing.get(last), torch.full((4096,), 3.0))
+    backing.close()

@@ -9,8 +9,7 @@ import pytest
 from checkpoint_kit import build
 
 import zeroshard as zs
-from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint import file_writer
+from zeroshard.checkpoint import directory, file_writer
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.testing import run_threads
 
@@ -80,7 +79,7 @@ def test_a_name_that_is_taken_between_look_and_rename_is_not_replaced(saver, tmp
         patch.setattr(os, "rename", rename)
         with pytest.raises(zs.CheckpointError, match="x exists; save with overwrite=True, another step or name"):
             saver.save(2, name="x")
-    assert names(tmp_path) == ["latest", "other", "x"] and places.find(tmp_path).name == "x"
+    assert names(tmp_path) == ["latest", "other", "x"] and directory.find(tmp_path).name == "x"
     saver.save(3, name="y")
     assert (tmp_path / "latest").read_text() == "y\n" and saver.load() == 3
 
@@ -140,7 +139,7 @@ def test_killed_before_the_rename_the_one_saved_last_still_counts(saver, tmp_pat
             patch.setattr(os, "rename", rename)
             saver.save(160)
         assert (tmp_path / "latest").read_text() == "step-00000160\nstep-00000150\n"
-        assert places.find(tmp_path).name == "step-00000150"
+        assert directory.find(tmp_path).name == "step-00000150"
     assert saver.load() == 150
     saver.save(160)
     assert (tmp_path / "latest").read_text() == "step-00000160\n" and saver.load() == 160
@@ -155,7 +154,7 @@ def test_a_run_that_went_back_keeps_what_it_can_fall_back_to(saver, tmp_path):
         saver.save(step, keep_last=3)
         kept.append([int(name.removeprefix("step-")) for name in names(tmp_path) if name != "latest"])
     assert kept == [[100, 110, 300], [100, 110, 120], [110, 120, 130]]
-    assert places.previous(tmp_path / "step-00000130").name == "step-00000120"
+    assert directory.previous(tmp_path / "step-00000130").name == "step-00000120"
 
 
 def test_a_part_is_written_though_rank_0_renames_the_draft_at_once(tmp_path, monkeypatch):
@@ -168,7 +167,7 @@ def test_a_part_is_written_though_rank_0_renames_the_draft_at_once(tmp_path, mon
 
     draft.mkdir()
     monkeypatch.setattr(os, "replace", replace)
-    places.write_whole(draft / "rank-00001.json", b"a part")
+    directory.write_whole(draft / "rank-00001.json", b"a part")
     assert {path.name: path.read_bytes() for path in (tmp_path / "step").iterdir()} == {"rank-00001.json": b"a part"}
 
 
@@ -182,7 +181,7 @@ def test_a_clock_that_was_set_back_does_not_cost_what_has_just_been_saved(tmp_pa
         path = zs.save(tmp_path, model, optimizer, step=step).path
         later = time.time() + 3600 * (4 - step)
         os.utime(path / "manifest.json", (later, later))
-    assert list(places.complete(tmp_path)) == [f"step-{step:08d}" for step in (1, 2, 3)]
+    assert list(directory.complete(tmp_path)) == [f"step-{step:08d}" for step in (1, 2, 3)]
     (tmp_path / "latest").unlink()
     assert zs.load(tmp_path, model, optimizer).step == 3
     zs.save(tmp_path, model, optimizer, step=4, keep_last=2)
@@ -199,7 +198,7 @@ def test_of_one_step_the_latest_time_counts(tmp_path):
         manifest = Manifest.read(path)
         manifest.facts["time"] = at
         (path / "manifest.json").write_bytes(manifest.to_json())
-    assert list(places.complete(tmp_path)) == ["b", "a"]
+    assert list(directory.complete(tmp_path)) == ["b", "a"]
     zs.close(model)
 
 
@@ -216,11 +215,11 @@ def test_a_save_removes_drafts_and_nothing_else(tmp_path):
 
 def test_folders_that_are_made_are_there_for_good(tmp_path, monkeypatch):
     """Each one's entry is synced in the one above."""
-    synced, plain = [], places.sync
-    monkeypatch.setattr(places, "sync", lambda path: (synced.append(path), plain(path))[1])
-    places.make_folders(tmp_path / "a" / "b" / "c")
+    synced, plain = [], directory.sync
+    monkeypatch.setattr(directory, "sync", lambda path: (synced.append(path), plain(path))[1])
+    directory.make_folders(tmp_path / "a" / "b" / "c")
     assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"] and (tmp_path / "a" / "b" / "c").is_dir()
-    places.make_folders(tmp_path / "a")
+    directory.make_folders(tmp_path / "a")
     assert len(synced) == 3
-    places.Draft(tmp_path / "d" / "e", "x").discard()
+    directory.Draft(tmp_path / "d" / "e", "x").discard()
     assert synced[3:] == [tmp_path, tmp_path / "d"]

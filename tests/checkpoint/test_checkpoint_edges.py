@@ -22,8 +22,7 @@ from offloading import tiers
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import bulk_reader, file_writer, rank_file, resolver, writing
-from zeroshard.checkpoint import directory as places
+from zeroshard.checkpoint import bulk_reader, directory, file_writer, rank_file, resolver, writing
 from zeroshard.checkpoint import manifest as listing
 from zeroshard.checkpoint.heartbeat import together
 from zeroshard.checkpoint.manifest import Manifest
@@ -77,7 +76,7 @@ def slow(patch: pytest.MonkeyPatch, owner: type, name: str, where: Callable = on
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("where", [
-    (file_writer.FileWriter, "fill"), (file_writer.FileWriter, "finish"), (places.Draft, "publish", lambda draft: True),
+    (file_writer.FileWriter, "fill"), (file_writer.FileWriter, "finish"), (directory.Draft, "publish", lambda draft: True),
 ], ids=["copying", "writing", "publishing"])  # fmt: skip
 def test_a_slow_disk_of_one_rank_is_waited_for(where, asynchronous, tmp_path, monkeypatch, impatient):
     """Much longer than the stall timeout, and without a sign of the file."""
@@ -233,7 +232,7 @@ FAULTS = {  # where, what replaces it, which error is told
     "listing": (listing, "join", raises(AssertionError("not covered")), "rank 0 failed: AssertionError: not covered"),
     "manifest": (listing, "write", raises(MemoryError("no room")), "rank 0 failed: MemoryError: no room"),
     "collecting": (writing.holding, "collect", raises(KeyError("place")), "rank 0 failed: KeyError: 'place'"),
-    "draft": (places, "sweep", raises(ValueError("what is that")), "rank 0 failed: ValueError: what is that"),
+    "draft": (directory, "sweep", raises(ValueError("what is that")), "rank 0 failed: ValueError: what is that"),
     "writing": (
         file_writer.FileWriter,
         "finish",
@@ -489,7 +488,7 @@ def no_locks(monkeypatch):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    places._said.clear()
+    directory._said.clear()
 
 
 def test_a_filesystem_without_locks(tmp_path, no_locks, capfd):
@@ -501,7 +500,7 @@ def test_a_filesystem_without_locks(tmp_path, no_locks, capfd):
             zs.save(tmp_path, model, optimizer, name=f"{number}", asynchronous=asynchronous).wait()
         zs.close(model)
 
-    mine, elsewhere = places._this_process(), {"place": ["another host"], "pid": 1, "started": "1"}
+    mine, elsewhere = directory._this_process(), {"place": ["another host"], "pid": 1, "started": "1"}
     notes = {"alive": mine, "ended": {**mine, "started": "1"}, "elsewhere": elsewhere, "old": elsewhere, "strange": 3}
     for name, note in notes.items():
         (tmp_path / f".{name}.abcdef.draft").mkdir()

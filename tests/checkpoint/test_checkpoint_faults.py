@@ -17,8 +17,7 @@ from faulty_disk import Faulty, raised_by
 from helpers import seeded, token_batches
 
 import zeroshard as zs
-from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint import file_writer, saving, writing
+from zeroshard.checkpoint import directory, file_writer, saving, writing
 from zeroshard.checkpoint import manifest as listing
 from zeroshard.checkpoint.saving import saver_of
 from zeroshard.memory.io import async_file
@@ -61,8 +60,8 @@ def no_room_for_the_list(patch: pytest.MonkeyPatch) -> int:
             raise OSError(errno.EDQUOT, "", str(path))
         plain(path, content, **how)
 
-    plain = places.write_whole
-    patch.setattr(places, "write_whole", write)
+    plain = directory.write_whole
+    patch.setattr(directory, "write_whole", write)
     patch.setattr(writing, "_SMALL_NBYTES", 0)  # as if it were long
     return errno.EDQUOT
 
@@ -87,12 +86,12 @@ def at_the_end(name: str, number: int) -> Callable[[pytest.MonkeyPatch], int]:
             return act
 
         if name == "rename":
-            patch.setattr(places.os, "rename", fail(os.rename, lambda source, target: ".bad." in str(source)))
+            patch.setattr(directory.os, "rename", fail(os.rename, lambda source, target: ".bad." in str(source)))
         elif name == "latest":
-            patch.setattr(places.os, "replace", fail(os.replace, lambda source, target: Path(target).name == "latest"))
+            patch.setattr(directory.os, "replace", fail(os.replace, lambda source, target: Path(target).name == "latest"))
         else:
-            write = fail(places.write_whole, lambda path, content: path.name == name)
-            patch.setattr(places, "write_whole", write), patch.setattr(listing, "write_whole", write)
+            write = fail(directory.write_whole, lambda path, content: path.name == name)
+            patch.setattr(directory, "write_whole", write), patch.setattr(listing, "write_whole", write)
         return number
 
     return patch_it
@@ -102,7 +101,7 @@ def read_only(patch: pytest.MonkeyPatch) -> int:
     def refuse(self, *args, **kwargs):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 
-    patch.setattr(places.Path, "mkdir", refuse)  # whoever runs the tests, also root
+    patch.setattr(directory.Path, "mkdir", refuse)  # whoever runs the tests, also root
     return errno.EROFS
 
 
@@ -155,7 +154,7 @@ def test_b07_a_save_that_fails_fails_on_every_rank_and_changes_nothing(name, asy
         met.wait(20)
         check_write_error(error, number[0], tmp_path, name)
         assert_equal(snapshot(model, optimizer), before, "in memory")
-        assert (tmp_path / "latest").read_text() == "good\n" and list(places.complete(tmp_path)) == ["good"]
+        assert (tmp_path / "latest").read_text() == "good\n" and list(directory.complete(tmp_path)) == ["good"]
         train(model, optimizer, rank, BATCHES[2:4])
         onward = snapshot(model, optimizer)
         met.wait(20)
@@ -216,7 +215,7 @@ def test_b07_a_filesystem_that_is_really_full(small_disk, asynchronous):
         zs.close(module)
 
     run_threads(2, rank_run)
-    assert list(places.complete(small_disk)) == ["second"]
+    assert list(directory.complete(small_disk)) == ["second"]
 
 
 def test_b07_a_file_where_the_folder_should_be(tmp_path):
@@ -360,7 +359,7 @@ def test_a_folder_that_is_removed_while_a_save_begins_is_a_write_error(tmp_path,
 
 def test_a_reason_that_takes_long_to_write_is_what_is_told(tmp_path, monkeypatch):
     """Meanwhile rank 0, which looks fifty times a second, does not take that rank for dead."""
-    plain, plain_finish = places.write_whole, file_writer.FileWriter.finish
+    plain, plain_finish = directory.write_whole, file_writer.FileWriter.finish
 
     def write_whole(path, *args, **options) -> None:
         time.sleep(0.5 if path.suffix == ".failed" else 0)
@@ -377,7 +376,7 @@ def test_a_reason_that_takes_long_to_write_is_what_is_told(tmp_path, monkeypatch
         zs.close(model)
         return error
 
-    monkeypatch.setattr(places, "write_whole", write_whole)
+    monkeypatch.setattr(directory, "write_whole", write_whole)
     monkeypatch.setattr(file_writer.FileWriter, "finish", finish)
     for error in run_threads(2, rank_run):
         assert "rank 1 failed: RuntimeError: no more" in str(error), repr(error)

@@ -26,7 +26,7 @@ from checkpoint_kit import LowRank, build, snapshot, train
 from residence import Peak
 
 import zeroshard as zs
-from zeroshard.checkpoint import directory as places
+from zeroshard.checkpoint import directory
 from zeroshard.checkpoint.file_writer import BUFFER_NBYTES, ROTATING
 from zeroshard.comm.launch import run_processes
 from zeroshard.memory.io.async_file import Syscalls
@@ -64,7 +64,7 @@ def batch_of(step: int) -> list:
 
 def check_last(root: Path, notes: Path, rank: int, model, optimizer) -> int:
     """Load the newest complete checkpoint and compare with the note that was made before it was saved; its step."""
-    complete = places.complete(root)
+    complete = directory.complete(root)
     if not complete:
         return 0
     step = zs.load(root, model, optimizer).step
@@ -205,7 +205,7 @@ def replace_one(where: Path, noted: dict[int, str], number: int) -> None:
     model, optimizer = made()
     step = zs.load(where, model, optimizer).step
     assert fingerprint(model, optimizer) == noted[step]
-    names = places.complete(where).keys()
+    names = directory.complete(where).keys()
     for name in [name for name in ("other", "pinned") if name not in names]:  # what is removed, and what is replaced
         zs.save(where, model, optimizer, name=name, step=step)
     doom = Doom()
@@ -387,7 +387,7 @@ def test_random_generators_of_each_rank_go_on(seen):
 
 
 def test_a_program_that_ends_lets_its_save_end(seen):
-    assert list(places.complete(seen["root"] / "left")) == ["x"]
+    assert list(directory.complete(seen["root"] / "left")) == ["x"]
     model, optimizer = made()
     assert zs.load(seen["root"] / "left", model, optimizer).step == 1
     zs.close(model)
@@ -395,12 +395,12 @@ def test_a_program_that_ends_lets_its_save_end(seen):
 
 def test_b05_the_survivor_of_a_save_beside_training_does_not_wait_for_the_dead(seen):
     assert seen["survived"] == [0, -signal.SIGKILL]
-    assert not places.complete(seen["root"] / "outlived")
+    assert not directory.complete(seen["root"] / "outlived")
 
 
 def test_b03_over_a_network_a_round_trip_and_a_call_by_one_rank_only(seen):
     """What was seen there is asserted there; here, that it came so far: the call that failed left nothing."""
-    assert sorted(places.complete(seen["root"] / "network")) == ["False", "True"]
+    assert sorted(directory.complete(seen["root"] / "network")) == ["False", "True"]
 
 
 def test_c13_a_load_takes_a_few_buffers_beside_the_model(seen):

@@ -30,8 +30,7 @@ from residence import in_own_process
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zeroshard as zs
-from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint import file_writer, rank_file, writing
+from zeroshard.checkpoint import directory, file_writer, rank_file, writing
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 
@@ -433,9 +432,9 @@ def test_torch_lists_it(foreign):
 def test_what_is_in_the_files_is_told_where_it_is_not_as_before(small_nbytes, asynchronous, tmp_path, monkeypatch):
     """States that come, no optimizer, a save that fails after it was told: what is loaded is what was saved."""
     told: list[str] = []
-    write = places.write_whole
+    write = directory.write_whole
     monkeypatch.setattr(
-        places, "write_whole", lambda path, content, **how: (told.append(path.name), write(path, content, **how))[1]
+        directory, "write_whole", lambda path, content, **how: (told.append(path.name), write(path, content, **how))[1]
     )
     monkeypatch.setattr(writing, "_SMALL_NBYTES", small_nbytes)
 

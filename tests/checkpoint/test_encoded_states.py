@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
-from zeroshard.checkpoint import directory as places
+from zeroshard.checkpoint import directory
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.comm.launch import run_processes
 from zeroshard.memory.io.async_file import Syscalls
@@ -199,7 +199,7 @@ def start(rank, world, root, asynchronous):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rank_that_dies_in_a_save_leaves_the_checkpoint_before(asynchronous, tmp_path):
     assert run_processes(start, 1, str(tmp_path), asynchronous) == [[0, -signal.SIGKILL]]
-    assert list(places.complete(tmp_path / "run")) == ["first"]
+    assert list(directory.complete(tmp_path / "run")) == ["first"]
     assert_same(read(tmp_path / "run", 3), torch.load(tmp_path / "noted"))
 
 

@@ -308,17 +308,17 @@ def test_a_stall_leaves_no_thread_behind_and_a_desk_lets_no_stranger_in():
 
     before = threading.active_count()
     mine, theirs = ProcessDesk(Progress(0), True), ProcessDesk(Progress(1), True)
-    mine._places = [mine.place, theirs.place]
+    mine._addresses = [mine.address, theirs.address]
     assert isinstance(mine.ask([1])[1], Report)
-    address, port, _, *rest = theirs.place
-    mine._places[1] = (address, port, b"another secret", *rest)
+    address, port, _, *rest = theirs.address
+    mine._addresses[1] = (address, port, b"another secret", *rest)
     mine.tell([1], failure.Failure(0, "not from a peer"))
     assert theirs.told is None and mine.ask([1])[1] in (GONE, SILENT)
     theirs.close()
-    mine._places[1] = theirs.place
+    mine._addresses[1] = theirs.address
     assert mine.ask([1])[1] == GONE
     with socket.create_server((address, 0)) as stopped:  # as of a process that got SIGSTOP: its kernel still connects
-        mine._places[1] = (*stopped.getsockname(), *theirs.place[2:])
+        mine._addresses[1] = (*stopped.getsockname(), *theirs.address[2:])
         assert mine.ask([1])[1] == SILENT
     mine.close()
     assert threading.active_count() == before

@@ -112,7 +112,7 @@ def test_another_user_before_the_late_peer_is_shown_out(tmp_path):
     """With the peer's number and a pickle, as often as it likes: nothing is run, the peer is served."""
     tmp_path.chmod(0o777)
     mine = [Door(), Door()]
-    address, _ = mine[0].place
+    address, _ = mine[0].address
 
     def work(say):
         socks = [connected(address, payload(1, tmp_path / "made")) for _ in range(50)]
@@ -140,7 +140,7 @@ def test_another_process_of_this_user_is_shown_out(data, tmp_path):
     }[data]  # fmt: skip
 
     def work(say):
-        socks = [connected(mine[0].place[0]) for _ in range(100)]
+        socks = [connected(mine[0].address[0]) for _ in range(100)]
         say(b"come")
         for sock in socks:
             with contextlib.suppress(ConnectionError):  # it was shown out already
@@ -157,11 +157,11 @@ def test_another_process_of_this_user_is_shown_out(data, tmp_path):
 
 def test_a_process_that_the_group_has_not_named_is_refused_on_both_sides():
     mine = [Door(), Door()]
-    ends = world(mine, places=[(door.place[0], os.getppid()) for door in mine], timeout_s=1.0)
+    ends = world(mine, places=[(door.address[0], os.getppid()) for door in mine], timeout_s=1.0)
     assert isinstance(ends[0], zs.StallError) and "ranks [1] have not connected" in str(ends[0])
     assert isinstance(ends[1], zs.PeerFailed) and ends[1].rank == 0 and "another process" in str(ends[1])
     mine = [Door(), Door()]
-    ends = world(mine, places=[mine[0].place, (mine[1].place[0], os.getppid())], timeout_s=1.0)
+    ends = world(mine, places=[mine[0].address, (mine[1].address[0], os.getppid())], timeout_s=1.0)
     assert isinstance(ends[0], zs.StallError) and "ranks [1] have not connected" in str(ends[0])
 
 
@@ -196,8 +196,8 @@ def test_nobody_can_take_an_address_first():
     """The kernel chooses it when the door is made; it is told afterwards."""
     door = Door()
     other = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    address, _ = door.place
-    assert address.startswith(b"\0") and address != Door().place[0]
+    address, _ = door.address
+    assert address.startswith(b"\0") and address != Door().address[0]
     assert isinstance(raised_by(lambda: other.bind(address)), OSError)
     other.close(), door.close()
 
@@ -205,7 +205,7 @@ def test_nobody_can_take_an_address_first():
 def test_a_rank_that_has_gone_is_named():
     gone = Door()
     gone.close()
-    error = raised_by(lambda: ProcessTransport(1, Door(), [gone.place, (b"unused", 0)], 5.0))
+    error = raised_by(lambda: ProcessTransport(1, Door(), [gone.address, (b"unused", 0)], 5.0))
     assert isinstance(error, zs.PeerFailed) and error.rank == 0
 
 

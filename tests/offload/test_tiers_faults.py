@@ -435,7 +435,7 @@ def test_a_peer_that_says_why_and_leaves_is_heard():
     """Writing to a closed connection fails while the reason still waits to be read."""
     ends: dict[int, ProcessTransport] = {}
     doors = [Door(), Door()]
-    places = [door.place for door in doors]
+    places = [door.address for door in doors]
     connect = lambda rank: ends.update({rank: ProcessTransport(rank, doors[rank], places, 5.0)})  # noqa: E731
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -7,7 +7,7 @@ from zeroshard.comm.transport import ProcessTransport
 
 def world(rank_doors, places=None, timeout_s=10.0, before_last=lambda: None):
     """Transports of ranks in threads, the last of which comes late; or their errors. places: of the doors, as ranks are told."""
-    ends, places = {}, places or [door.place for door in rank_doors]
+    ends, places = {}, places or [door.address for door in rank_doors]
 
     def connect(rank):
         try:

@@ -41,9 +41,9 @@ from ..utils.saved_tensors import Outer
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import original
 from ..zero.auto_wrap import find_blocks
-from .disk_storage import DiskPlace, ImaginedDiskPlace
+from .disk_storage import DiskBacking, ImaginedDiskBacking
 from .saved_tensors import InputHooks, Store
-from .storage import MemoryPlace, Place
+from .storage import Backing, MemoryBacking
 
 _MIN_NUMEL = 1 << 12
 _STALL_TIMEOUT_S = 60.0
@@ -147,7 +147,7 @@ def give_back_memory(model: nn.Module) -> None:
     """Free the arena while no checkpoint is packed; the next step allocates it again. No effect on other models."""
     attached = model.__dict__.get(_ATTACHED)
     if attached is not None and not attached.store.alive():
-        attached.store.place.give_back()
+        attached.store.backing.give_back()
 
 
 # -- reading the options -------------------------------------------------------------------------------------------
@@ -192,14 +192,14 @@ def _make_store(
         runtime = model.__dict__.get("_zeroshard")  # its streams, so that a sharded model's copies and these are ordered
         streams = runtime.comm.streams if runtime is not None else streams_for(device)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0 if comm is None else comm.rank
-    place: Place
+    backing: Backing
     if offload.tier is not Tier.DISK:
-        place = MemoryPlace(offload.tier, device, streams, ledger, arena_nbytes, offload.pin_memory)
+        backing = MemoryBacking(offload.tier, device, streams, ledger, arena_nbytes, offload.pin_memory)
     elif isinstance(streams, Watcher):
-        place = ImaginedDiskPlace(device, streams, ledger, prefetch)
+        backing = ImaginedDiskBacking(device, streams, ledger, prefetch)
     else:
-        place = DiskPlace(offload, device, streams, ledger, arena_nbytes, prefetch, rank)
-    return Store(model, place, comm, ledger, prefetch, min_numel, check_equal, speaks=rank == 0)
+        backing = DiskBacking(offload, device, streams, ledger, arena_nbytes, prefetch, rank)
+    return Store(model, backing, comm, ledger, prefetch, min_numel, check_equal, speaks=rank == 0)
 
 
 # -- forwards ------------------------------------------------------------------------------------------------------

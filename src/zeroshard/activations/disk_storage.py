@@ -1,4 +1,4 @@
-"""DiskPlace: slices of activation checkpoints in files (ZeRO-Infinity, arXiv 2104.07857, 5.1.2 and 5.2.3).
+"""DiskBacking: slices of activation checkpoints in files (ZeRO-Infinity, arXiv 2104.07857, 5.1.2 and 5.2.3).
 
     forward    device -> host buffer -> file        writes overlap with the next blocks' computation
     backward   file -> host buffer -> device        reads run ahead, in the reverse of the order of packing
@@ -28,15 +28,15 @@ from ..memory.io.swap_folder import SwapFolder
 from ..memory.ledger import Ledger
 from ..utils.host import ranks_here
 from ..utils.work import OVER, Work
-from .storage import CHECKPOINTS, Kept, Place, Space
+from .storage import CHECKPOINTS, Backing, Kept, Space
 
 _NAME = "checkpoints"  # prefix of the files' names
 _BUFFERS = "buffers of activation checkpoints"  # category in the ledger
 _WRITING = 2  # host buffers for writes, in addition to those of prefetched reads
 
 
-class DiskPlace(Place):
-    """Place for slices in files, in a swap folder of this rank that is removed at the end."""
+class DiskBacking(Backing):
+    """Backing for slices in files, in a swap folder of this rank that is removed at the end."""
 
     imagines = False
 
@@ -178,8 +178,8 @@ class DiskPlace(Place):
         self._files, self.arena_nbytes = [], 0
 
 
-class ImaginedDiskPlace(Place):
-    """DiskPlace of a dry run: it takes host buffers and counts transfers, but writes nothing."""
+class ImaginedDiskBacking(Backing):
+    """DiskBacking of a dry run: it takes host buffers and counts transfers, but writes nothing."""
 
     def __init__(self, device: torch.device, streams: Watcher, ledger: Ledger, prefetch: int) -> None:
         super().__init__(Tier.DISK, device, streams, ledger, pin=False)

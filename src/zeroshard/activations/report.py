@@ -1,4 +1,4 @@
-"""The report on activation checkpoints: measured bytes of one rank by place, and the closed formula.
+"""The report on activation checkpoints: measured bytes of one rank by tier, and the closed formula.
 
 2 b s h nl / ci     bytes of all checkpoints in 16 bit (ZeRO-Infinity, arXiv 2104.07857, section 3): batch b, sequence s,
                     hidden h, nl layers, one checkpoint every ci of them; 1/N of it on each of N ranks (Pa)
@@ -26,13 +26,13 @@ def checkpoint_nbytes(
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """The memory of a model's activation checkpoints on this rank. Sizes are bytes; places are "device", "host" and "disk".
+    """The memory of a model's activation checkpoints on this rank. Sizes are bytes; tiers are "device", "host" and "disk".
 
     Attributes:
-        held: bytes of slices that are kept now, by place.
-        peak: the most bytes that were kept at one moment, by place.
-        staging: bytes of buffers in addition, by place: on the device, for gathers; on the host, between device and files.
-        arena: memory or files that are reserved, by place.
+        held: bytes of slices that are kept now, by tier.
+        peak: the most bytes that were kept at one moment, by tier.
+        staging: bytes of buffers in addition, by tier: on the device, for gathers; on the host, between device and files.
+        arena: memory or files that are reserved, by tier.
         whole_peak: the peak that the same checkpoints would have without partitioning.
         formula: the largest number of checkpoints at one moment x bytes of the largest / N.
         gathers: collectives that gathered slices in backward.
@@ -66,9 +66,9 @@ class ActivationReport:
             f"activation checkpoints of {where}, rank {self.rank} of {self.world_size}, kept on {self.offload}",
             f"{'bytes per rank':<20}{'held':>16}{'peak':>16}{'arena':>16}{'staging':>16}",
         ]
-        for place, peak in self.peak.items():
-            if peak or self.staging[place] or self.arena[place]:
-                lines.append(f"{place:<20}{self.held[place]:>16,}{peak:>16,}{self.arena[place]:>16,}{self.staging[place]:>16,}")
+        for tier, peak in self.peak.items():
+            if peak or self.staging[tier] or self.arena[tier]:
+                lines.append(f"{tier:<20}{self.held[tier]:>16,}{peak:>16,}{self.arena[tier]:>16,}{self.staging[tier]:>16,}")
         lines.append(f"formula {self.formula:,}; whole, on one rank {self.whole_peak:,}")
         lines.append(f"gathered {self.gathers.count} times, {self.gathers.nbytes:,} bytes sent")
         lines += [f"moved {link}: {nbytes:,}" for link, nbytes in self.moved.items()]
@@ -81,30 +81,30 @@ def activation_report(model: nn.Module) -> ActivationReport:
     attached = attached_to(model)
     store = attached.store
     store.alive()  # first releases the slots of tensors that autograd has freed
-    ledger, place, slices = store.ledger, store.place, store.slices
+    ledger, backing, slices = store.ledger, store.backing, store.slices
     peaks = {Tier.DEVICE: ledger.peak[CHECKPOINTS], Tier.HOST: 0, Tier.DISK: 0}
-    if place.tier is not Tier.DEVICE:
-        peaks[place.tier] = ledger.elsewhere_peak[place.tier]
+    if backing.tier is not Tier.DEVICE:
+        peaks[backing.tier] = ledger.elsewhere_peak[backing.tier]
     staging = {Tier.DEVICE: ledger.peak[STAGING], Tier.HOST: 0, Tier.DISK: 0}
-    if place.tier is Tier.DISK:
+    if backing.tier is Tier.DISK:
         staging[Tier.HOST] = ledger.elsewhere_peak[Tier.HOST]
     held = {Tier.DEVICE: ledger.now, **ledger.elsewhere}
     traffic = ledger.traffic[GATHERS]
     return ActivationReport(
         blocks=tuple(attached.blocks),
-        offload=place.tier.value,
+        offload=backing.tier.value,
         rank=slices.rank,
         world_size=slices.world_size,
         held={tier.value: held[tier][CHECKPOINTS] for tier in Tier},
         peak={tier.value: peaks[tier] for tier in Tier},
         staging={tier.value: staging[tier] for tier in Tier},
-        arena={tier.value: place.arena_nbytes if tier is place.tier else 0 for tier in Tier},
+        arena={tier.value: backing.arena_nbytes if tier is backing.tier else 0 for tier in Tier},
         whole_peak=store.whole_peak,
         formula=store.largest_nbytes * store.most // slices.world_size,
         packed=store.packed,
         unpacked=store.unpacked,
         gathers=replace(traffic, units=dict(traffic.units)),
         moved={f"{begins.value} -> {ends.value}": nbytes for (begins, ends), nbytes in ledger.moved.items()},
-        allocations=place.allocations,
+        allocations=backing.allocations,
         messages=tuple(store.messages),
     )

@@ -1,6 +1,6 @@
 """The store of activation checkpoints: saved-tensor hooks that keep slices of tensors from forward to backward.
 
-    pack    tensor -> Packed      this rank copies its slice to its Place              (forward, as autograd saves)
+    pack    tensor -> Packed      this rank copies its slice to its Backing              (forward, as autograd saves)
     unpack  Packed -> tensor      slices are brought back and all-gathered             (backward; perhaps more than once)
 
 Autograd holds the `Packed`, and frees it after its backward, with a dropped loss, or after a forward that raised. A finalizer
@@ -40,7 +40,7 @@ from ..utils.torch_compat import FakeTensor
 from ..zero import saved_parameters
 from ..zero.parameter import ParamHome
 from .partition import Slices
-from .storage import Kept, Place
+from .storage import Backing, Kept
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,7 +84,7 @@ class Store:
 
     Args:
         model: the model, whose parameters are never packed.
-        place: where slices rest. comm: the ranks that share the activations; None: this rank keeps all.
+        backing: where slices rest. comm: the ranks that share the activations; None: this rank keeps all.
         prefetch: number of slices that are brought back ahead of use.
         min_numel: tensors of fewer elements are not packed.
         check_equal: compare the values, not only the shapes, that ranks pack (for debugging: it reads everything).
@@ -92,10 +92,10 @@ class Store:
     """
 
     def __init__(
-        self, model: nn.Module, place: Place, comm: DirectComm | None, ledger: Ledger, prefetch: int, min_numel: int,
+        self, model: nn.Module, backing: Backing, comm: DirectComm | None, ledger: Ledger, prefetch: int, min_numel: int,
         check_equal: bool, speaks: bool,
     ) -> None:  # fmt: skip
-        self.model, self.place, self.ledger, self.prefetch, self.min_numel = model, place, ledger, prefetch, min_numel
+        self.model, self.backing, self.ledger, self.prefetch, self.min_numel = model, backing, ledger, prefetch, min_numel
         self.slices = Slices(comm, ledger, check_equal)
         self.comm = self.slices.comm
         self.alike: list[str] = []  # names of blocks whose inputs are expected to be of one size, in order
@@ -153,7 +153,7 @@ class Store:
             return Saved(tensor)
         self.slices.record(self._forward, name, tensor)
         if not self.packed and name in self.alike:  # the very first slice: the disk is checked for the blocks after it, too
-            self.place.foreseen = len(self.alike) - self.alike.index(name) - 1
+            self.backing.foreseen = len(self.alike) - self.alike.index(name) - 1
         # two tensors of a forward share a key only if they have the same elements (while their storage lives)
         key = (torch_compat.storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype,
                torch_compat.version(tensor), self._forward)  # fmt: skip
@@ -161,7 +161,7 @@ class Store:
         if known is not None and not known.storage.expired():  # the same tensor, kept by an earlier checkpoint of this forward
             return known
         with torch.no_grad(), self._aborting():
-            kept = self.place.put(*self.slices.cut(flat))
+            kept = self.backing.put(*self.slices.cut(flat))
         self._number += 1
         dense = torch_compat.storage_id(flat.untyped_storage()) == torch_compat.storage_id(tensor.untyped_storage())
         packed = Packed(tensor, dense, kept, self._number, name, self._forward)
@@ -177,14 +177,14 @@ class Store:
 
     def _takes(self, tensor: Tensor) -> bool:
         """Return whether a tensor is packed. This depends on shapes and on the model only, so it is the same on all ranks."""
-        known = (Tensor, FakeTensor) if self.place.imagines else (Tensor,)
+        known = (Tensor, FakeTensor) if self.backing.imagines else (Tensor,)
         if type(tensor) not in known or not tensor.requires_grad or tensor.layout is not torch.strided:
             return False
         if tensor.numel() < max(self.min_numel, 1) or torch_compat.storage_id(tensor.untyped_storage()) in self._parameters:
             return False
-        if tensor.device.type != self.place.device.type:
+        if tensor.device.type != self.backing.device.type:
             self.say(
-                f"activations on {tensor.device} are not stored: the model was on {self.place.device} when "
+                f"activations on {tensor.device} are not stored: the model was on {self.backing.device} when "
                 "zs.checkpoint_activations was called. Move the model before that call."
             )
             return False
@@ -193,7 +193,7 @@ class Store:
     def _between_steps(self) -> None:
         """Grow the arena if needed, and look up the parameters' storages again. Called when nothing is packed."""
         self.slices.forget()
-        message = self.place.settle()
+        message = self.backing.settle()
         if message is not None:
             self.messages.append(message)
             if not message.partition(": ")[2].startswith("0 ->") and self.speaks:  # the first allocation is not printed
@@ -227,12 +227,12 @@ class Store:
                     wanted.append(self._live[number])
             for kept in self._ahead:
                 if kept not in wanted:
-                    self.place.done(kept)  # backward went in another order than expected
+                    self.backing.done(kept)  # backward went in another order than expected
             self._ahead = wanted
             for kept in wanted:
-                self.place.fetch(kept, wait=kept is packed.kept)
-            whole = self.slices.gather(self.place.get(packed.kept), packed.name)
-            self.place.done(packed.kept)
+                self.backing.fetch(kept, wait=kept is packed.kept)
+            whole = self.slices.gather(self.backing.get(packed.kept), packed.name)
+            self.backing.done(packed.kept)
             self.unpacked += 1
             return packed.restore(whole)
 
@@ -243,7 +243,7 @@ class Store:
             del self._live[number]
             if key in self._known and self._known[key]() is None:
                 del self._known[key]
-            self.place.drop(kept)
+            self.backing.drop(kept)
             self.whole_nbytes -= nbytes
 
     @contextlib.contextmanager
@@ -278,7 +278,7 @@ class Store:
             return
         self.closed = True
         self.slices.close()
-        self.place.close()
+        self.backing.close()
 
 
 class InputHooks:

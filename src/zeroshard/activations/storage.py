@@ -1,6 +1,6 @@
-"""Places where the slices of activation checkpoints rest between forward and backward: device, host, disk.
+"""Backings: where the slices of activation checkpoints rest between forward and backward: device, host, disk.
 
-    put -> Kept      the slice is copied to its place; its source may be freed at once
+    put -> Kept      the slice is copied to its backing; its source may be freed at once
     fetch            start to bring it back, ahead of use
     get ... done     the slice on the device, valid in between
     drop             the slice is not needed any more
@@ -79,7 +79,7 @@ class Space:
 
 @dataclass(eq=False)
 class Kept:
-    """Handle of one slice at rest, (numel,) elements; only the Place that made it interprets the fields."""
+    """Handle of one slice at rest, (numel,) elements; only the Backing that made it interprets the fields."""
 
     numel: int
     dtype: torch.dtype
@@ -96,8 +96,8 @@ class Kept:
         return self.numel * self.dtype.itemsize
 
 
-class Place(ABC):
-    """Abstract place where slices rest. Threads: one at a time, the one inside the Store (saved_tensors.py).
+class Backing(ABC):
+    """Abstract memory or files where slices rest. Threads: one at a time, the one inside the Store (saved_tensors.py).
 
     allocations: number of allocations from the system; constant in the steady state. foreseen: number of slices expected
     to follow the first one in a forward, of its size.
@@ -121,7 +121,7 @@ class Place(ABC):
 
     @abstractmethod
     def put(self, part: Tensor, numel: int) -> Kept:
-        """Copy `part`, contiguous and on the device, to the place, as a slice of `numel` elements (`part` may have fewer)."""
+        """Copy `part`, contiguous and on the device, to the backing, as a slice of `numel` elements (`part` may have fewer)."""
 
     @abstractmethod
     def fetch(self, kept: Kept, wait: bool) -> None:
@@ -152,8 +152,8 @@ class Place(ABC):
         """Free all memory and remove all files."""
 
 
-class MemoryPlace(Place):
-    """Place for slices in an arena in the memory of the device or of the host."""
+class MemoryBacking(Backing):
+    """Backing for slices in an arena in the memory of the device or of the host."""
 
     def __init__(
         self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger, arena_nbytes: int, pin: bool = True

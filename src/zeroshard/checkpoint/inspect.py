@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from ..memory.io.tensor_reader import Stored
-from . import directory as places
+from . import directory
 from . import state_map as holding
 from .importers import open_foreign, recognise
 from .manifest import Manifest
@@ -77,14 +77,14 @@ def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, veri
     where = Path(path)
 
     def look() -> list[Inspection]:
-        if name is None and not (where / places.MANIFEST).is_file():
-            present = places.complete(where)
+        if name is None and not (where / directory.MANIFEST).is_file():
+            present = directory.complete(where)
             found = [one for one in (_inspect(folder, verify) for folder in present.values()) if one is not None]
             if found:
                 return found
             if not present and recognise(where) is not None:
                 return [_inspect_foreign(where)]
-        folder = places.find(where, name)
+        folder = directory.find(where, name)
         one = _inspect(folder, verify)
         if one is None:
             raise CheckpointNotFound(f"{folder} was removed while it was read, as by a run with keep_last: inspect a later one.")
@@ -123,12 +123,12 @@ def _inspect(folder: Path, verify: bool) -> Inspection | None:
         if verify:
             check_digests(folder, manifest)
     except (CheckpointError, OSError) as error:
-        if not (folder / places.MANIFEST).exists():
+        if not (folder / directory.MANIFEST).exists():
             return None
         checksums, damage = DAMAGED if isinstance(error, CheckpointCorrupt) else UNREADABLE, str(error)
     except _MALFORMED as error:
         what = f"{type(error).__name__}: {error}"
-        checksums, damage = UNREADABLE, f"{folder / places.MANIFEST} can not be read by this version of zeroshard: {what}"
+        checksums, damage = UNREADABLE, f"{folder / directory.MANIFEST} can not be read by this version of zeroshard: {what}"
     return replace(found, checksums=checksums, damage=damage)
 
 

@@ -33,8 +33,7 @@ from ..utils.host import ranks_here
 from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
-from . import directory as places
-from . import module_state, safetensors
+from . import directory, module_state, safetensors
 from . import state_map as holding
 from .bulk_reader import Bulk, Reading
 from .fingerprint import Identity, identities, totals
@@ -154,7 +153,7 @@ def _agree(
         if verify not in (True, False, "before"):
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
         given, named = None if optimizer is None else "given", None if name is None else os.fspath(name)
-        mine = {"path": places.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
+        mine = {"path": directory.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
     except Exception as error:
         problem = telling(error, "zs.load", runtime.topology.world.rank)
     return agree(runtime, core, "zs.load", mine, problem)[0]

@@ -207,9 +207,9 @@ def tensors_of(layout: FileLayout, file: int) -> bytes:
     """Return the JSON of the places of tensors in a rank's file. Equal layouts give equal bytes. file: its number, the rank's."""
     tensors: dict[str, TensorEntry] = {}
     for blob in layout.blobs:
-        place = layout.places[blob.place]
-        entry = tensors.setdefault(place.name, TensorEntry(place.dtype, place.shape, place.keys, []))
-        entry.boxes.append(StoredBox(file, blob.data, blob.offset, blob.nbytes, blob.box))
+        entry = layout.entries[blob.entry]
+        found = tensors.setdefault(entry.name, TensorEntry(entry.dtype, entry.shape, entry.keys, []))
+        found.boxes.append(StoredBox(file, blob.data, blob.offset, blob.nbytes, blob.box))
     return _json(_tensors_json(tensors)).encode()
 
 

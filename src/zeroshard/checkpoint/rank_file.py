@@ -19,20 +19,20 @@ from ..offload.storage import Tiers
 from ..tensor.chunks import Box
 from .dcp import ALIGN, archived, frame
 from .file_writer import BUFFER_NBYTES, Elements, Range
-from .state_map import Contents, Place
+from .state_map import Contents, Entry
 
 
 @dataclass(frozen=True)
 class Blob:
     """One box of a tensor in the file: bytes [offset, offset + nbytes), of which the elements begin at `data`.
 
-    place: number of the tensor in `FileLayout.places`. first: the box's first element among the rank's elements of it.
+    entry: number of the tensor in `FileLayout.entries`. first: the box's first element among the rank's elements of it.
     """
 
     offset: int
     nbytes: int
     data: int
-    place: int
+    entry: int
     first: int
     box: Box
     prefix: bytes
@@ -46,7 +46,7 @@ class FileLayout:
     at_once: number of blobs, from the first, that must be copied before training goes on.
     """
 
-    places: list[Place]
+    entries: list[Entry]
     blobs: list[Blob]
     nbytes: int = 0
     at_once: int = 0
@@ -54,20 +54,20 @@ class FileLayout:
 
     @classmethod
     def of(cls, contents: Contents) -> FileLayout:
-        """Return the layout of tensors, without objects. Equal places give an equal layout, which `Saver` relies on."""
+        """Return the layout of tensors, without objects. Equal entries give an equal layout, which `Saver` relies on."""
         on_disk = [source.tier is Tier.DISK for source in contents.sources]
-        order = sorted(range(len(contents.places)), key=lambda i: (not on_disk[i], contents.guarded[i]))
+        order = sorted(range(len(contents.entries)), key=lambda i: (not on_disk[i], contents.guarded[i]))
         blobs, end, at_once = [], 0, 0
         for number in order:
-            place = contents.places[number]
-            for box, first in place.boxes():
-                prefix, suffix = frame(place.dtype, box.sizes)
+            entry = contents.entries[number]
+            for box, first in entry.boxes():
+                prefix, suffix = frame(entry.dtype, box.sizes)
                 data = end + len(prefix)
-                nbytes = len(prefix) + box.numel * place.dtype.itemsize + len(suffix)
+                nbytes = len(prefix) + box.numel * entry.dtype.itemsize + len(suffix)
                 blobs.append(Blob(end, nbytes, data, number, first, box, prefix, suffix))
                 at_once += on_disk[number] or not contents.guarded[number]
                 end = -(-(end + nbytes) // ALIGN) * ALIGN
-        return cls(contents.places, blobs, end, at_once)
+        return cls(contents.entries, blobs, end, at_once)
 
     def with_objects(self, objects: dict[str, object], pickled: dict[str, bytes]) -> FileLayout:
         """Return a layout of the same tensors with values after them, which are pickled here, and `pickled` ones.
@@ -80,21 +80,21 @@ class FileLayout:
                 contents[name] = archived(value)
             except (pickle.PicklingError, TypeError, AttributeError) as error:
                 raise ConfigError(f"zs.save: {name} can not be saved: {error}") from error
-        end, entries = self.nbytes, []
+        end, placed = self.nbytes, []
         for name, content in (contents | pickled).items():
-            entries.append((name, end, content))
+            placed.append((name, end, content))
             end = -(-(end + len(content)) // ALIGN) * ALIGN
-        return dataclasses.replace(self, nbytes=end, objects=entries)
+        return dataclasses.replace(self, nbytes=end, objects=placed)
 
     def ranges(self, contents: Contents) -> Iterator[Range]:
         """Yield the ranges of the file, in order and without gaps."""
         end, between = 0, b""  # what stands between the data of two blobs is one range: there may be many small ones
         for blob in self.blobs:
             yield end, between.ljust(blob.offset - end, b"\0") + blob.prefix
-            place, source = self.places[blob.place], contents.sources[blob.place]
-            begin = contents.begins[blob.place] + blob.first
+            entry, source = self.entries[blob.entry], contents.sources[blob.entry]
+            begin = contents.begins[blob.entry] + blob.first
             read = lambda first, out, source=source, begin=begin: source.read(begin + first, out)  # noqa: E731
-            yield blob.data, Elements(place.dtype, blob.box.numel, read)
+            yield blob.data, Elements(entry.dtype, blob.box.numel, read)
             end, between = blob.offset + blob.nbytes - len(blob.suffix), blob.suffix
         for _, offset, value in self.objects:
             yield end, between.ljust(offset - end, b"\0") + value

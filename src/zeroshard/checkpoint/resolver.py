@@ -20,8 +20,7 @@ from ..memory.io.tensor_reader import Stored, StoredBoxes, StoredCoded, StoredTe
 from ..tensor.chunks import overlap
 from ..tensor.state_codecs import labelled_column
 from ..zero.parameter import ParamSpec
-from . import directory as places
-from . import module_state, safetensors
+from . import directory, module_state, safetensors
 from . import state_map as holding
 from .file_writer import DIGEST_NBYTES, compare_digests
 from .heartbeat import together
@@ -71,10 +70,10 @@ def find_checkpoint(comm: DirectComm | Alone, path: str | os.PathLike, name: str
         if comm.rank != 0:
             return None, ""
         try:
-            found = places.find(Path(path), name)
+            found = directory.find(Path(path), name)
         except CheckpointNotFound:  # a listing may miss a checkpoint that has just replaced a removed one: look again
-            found = places.find(Path(path), name)
-        return found, places.passed_over(Path(path), found) if name is None and found != Path(path) else ""
+            found = directory.find(Path(path), name)
+        return found, directory.passed_over(Path(path), found) if name is None and found != Path(path) else ""
 
     found, passed_over = agreed(comm, "zs.load: find", find, path)
     if passed_over:
@@ -88,7 +87,7 @@ def hinted(folder: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointCorrupt as error:
-        earlier = places.previous(folder)
+        earlier = directory.previous(folder)
         hint = f"The complete checkpoint before it: {earlier}" if earlier is not None else "There is none before it"
         raise CheckpointCorrupt(error.file, error.offset, error.expected, error.actual, f"{hint}.") from None
 
@@ -236,7 +235,7 @@ def use_any(
 
     def look() -> str | None:
         where = Path(path)
-        if comm.rank == 0 and name is None and not (where / places.MANIFEST).is_file() and not places.complete(where):
+        if comm.rank == 0 and name is None and not (where / directory.MANIFEST).is_file() and not directory.complete(where):
             return str(where) if recognise(where) is not None else None
         return None
 
@@ -251,7 +250,7 @@ def use_any(
         except CheckpointError:
             if looks == 1 or comm.failure is not None:
                 raise
-            gone = comm.rank == 0 and folder != Path(path) and not (folder / places.MANIFEST).exists()
+            gone = comm.rank == 0 and folder != Path(path) and not (folder / directory.MANIFEST).exists()
             if not comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0]:
                 raise
     raise AssertionError("the last look returns or raises")
@@ -320,7 +319,7 @@ def open_own(
         ]
         if (twice := overlap(box for box, _ in boxes)) is not None:  # the number of elements was checked with the manifest
             once, found = f"every element of {name} once", f"element {next(twice.rows(entry.shape))[0]} twice"
-            raise CheckpointCorrupt(str(folder / places.MANIFEST), 0, once, found)
+            raise CheckpointCorrupt(str(folder / directory.MANIFEST), 0, once, found)
         stored = StoredBoxes(entry.dtype, entry.shape, boxes)
         if name.startswith(holding.MODEL):
             opened.model[name.removeprefix(holding.MODEL)] = stored
@@ -355,7 +354,7 @@ def _decoded(stored: Stored, folder: Path, manifest: Manifest, parameter: str, k
     name, coded, label = key.partition(holding.CODED)
     if not coded:
         return stored
-    path, shape = folder / places.MANIFEST, manifest.tensors[f"{holding.MODEL}{parameter}"].shape
+    path, shape = folder / directory.MANIFEST, manifest.tensors[f"{holding.MODEL}{parameter}"].shape
     try:
         column = labelled_column(name, label)
     except ValueError as error:

@@ -27,7 +27,7 @@ from ..errors import CheckpointError, ConfigError, ModelMismatch
 from ..optim.sharded_optimizer import OptimizerCore
 from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
-from . import directory as places
+from . import directory
 from .heartbeat import raise_first, telling, together
 from .stages import Stages, agree
 from .state_map import Slices
@@ -145,7 +145,7 @@ def _write(
         contents = {name: each.content for name, each in extras.items()}
         return Writing(saver, plan, draft, stages, contents, slices, shared, files, begin).run()
     except BaseException:
-        if isinstance(draft, places.Draft):
+        if isinstance(draft, directory.Draft):
             draft.discard()
         raise
 
@@ -174,18 +174,18 @@ def _plan(
     if keep_every is not None and keep_last is None:
         raise ConfigError("zs.save: keep_every: without keep_last nothing is ever removed; give both.")
     name = f"step-{step:08d}" if name is None else name
-    if not places.valid_name(name):
+    if not directory.valid_name(name):
         expected = "one component of a path: no '/', no '.' in front, no blanks around it, nothing that does not print"
         raise ConfigError(f"zs.save: name: expected {expected}; got {name!r}.")
     for file in files:
-        if not places.plain_name(file) or file.startswith("rank-") or file in (places.MANIFEST, places.LOCK):
-            taken = f"not {places.MANIFEST}, {places.LOCK} or rank-..., which zs.save uses"
+        if not directory.plain_name(file) or file.startswith("rank-") or file in (directory.MANIFEST, directory.LOCK):
+            taken = f"not {directory.MANIFEST}, {directory.LOCK} or rank-..., which zs.save uses"
             raise ConfigError(f"zs.save: files: expected a plain file name, {taken}; got {file!r}.")
-    root = places.absolute(path)
+    root = directory.absolute(path)
     return Plan(root, name, step, overwrite, asynchronous, if_busy, keep_last, keep_every, trained_only, latest)
 
 
-def _make_draft(comm: DirectComm, plan: Plan) -> Path | places.Draft:
+def _make_draft(comm: DirectComm, plan: Plan) -> Path | directory.Draft:
     """Make the folder to write to, on rank 0. Return the Draft there, and its path on other ranks (collective)."""
     root, made = Path(plan.root), []
 
@@ -193,11 +193,11 @@ def _make_draft(comm: DirectComm, plan: Plan) -> Path | places.Draft:
         try:
             if root.exists() and not root.is_dir():
                 raise NotADirectoryError(ENOTDIR, "")
-            if (root / places.MANIFEST).is_file():
+            if (root / directory.MANIFEST).is_file():
                 raise CheckpointError(f"{root} is a checkpoint itself; save into the folder that holds it: {root.parent}.")
-            places.sweep(root)
-            places.check_free(root, plan.name, plan.overwrite)
-            made.append(places.Draft(root, plan.name))
+            directory.sweep(root)
+            directory.check_free(root, plan.name, plan.overwrite)
+            made.append(directory.Draft(root, plan.name))
         except OSError as error:
             raise write_error(root, error.errno or EIO, 0, "zs.save: making the folder") from error
         return str(made[0].path)

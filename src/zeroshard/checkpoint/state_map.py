@@ -49,7 +49,7 @@ CODED = "@"  # between the name of an optimizer state and the label of its encod
 
 
 @dataclass(frozen=True)
-class Place:
+class Entry:
     """The elements of a named tensor that a rank holds: [start, stop) of the flattened part, or of the whole tensor."""
 
     name: str
@@ -78,13 +78,13 @@ class Place:
 
 @dataclass
 class Contents:
-    """Tensors and plain values (objects, by name) that a rank saves. places[i] lies in sources[i] from element begins[i] on.
+    """Tensors and plain values (objects, by name) that a rank saves. entries[i] lies in sources[i] from element begins[i] on.
 
     guarded[i]: True if every writer of sources[i] first waits for the save (zero/write_gate.py), which may then copy it while
     training goes on.
     """
 
-    places: list[Place] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     sources: list[Rest] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     guarded: list[bool] = field(default_factory=list)
@@ -95,17 +95,17 @@ class Contents:
 
     def nbytes(self, on_disk: bool) -> int:
         """Return the bytes of the elements that rest on disk, or of the others."""
-        pairs = zip(self.places, self.sources, strict=True)
+        pairs = zip(self.entries, self.sources, strict=True)
         return sum((at.stop - at.start) * at.dtype.itemsize for at, rest in pairs if (rest.tier is Tier.DISK) == on_disk)
 
-    def add(self, place: Place, source: Rest, begin: int, guarded: bool) -> None:
+    def add(self, entry: Entry, source: Rest, begin: int, guarded: bool) -> None:
         """Add one part of a tensor. Raises ConfigError for dtypes that cannot be stored."""
-        if not storable(place.dtype):
+        if not storable(entry.dtype):
             raise ConfigError(
-                f"zs.save: {place.name} is {place.dtype}, which a checkpoint can not hold: keep its int_repr(), its scale and "
+                f"zs.save: {entry.name} is {entry.dtype}, which a checkpoint can not hold: keep its int_repr(), its scale and "
                 "its zero point in buffers of their own, or register it with persistent=False."
             )
-        self.places.append(place)
+        self.entries.append(entry)
         self.sources.append(source)
         self.begins.append(begin)
         self.guarded.append(guarded)
@@ -134,7 +134,7 @@ def collect(
             if home.stop > home.start or _first(group, index):
                 # a replicated parameter is the user's own tensor
                 guarded = group.masters.rest is not None or group.values.sharded
-                contents.add(_place(group, index, ("model", ""), rest.dtype), rest, begin, guarded)
+                contents.add(_entry(group, index, ("model", ""), rest.dtype), rest, begin, guarded)
     if rank == topology.stages[topology.stage][0]:  # one rank of a stage writes what the state dict has besides parameters
         params = {id(param) for group in runtime.groups for param in group.params}
         for name, value in model.state_dict(keep_vars=True).items():
@@ -153,41 +153,41 @@ def collect(
             for index in _written(group, names):
                 home = group.homes[index]
                 if home.stop > home.start or _first(group, index):
-                    contents.add(_place(group, index, ("slices", extra, ""), rest.dtype), rest, home.begin, guarded=True)
+                    contents.add(_entry(group, index, ("slices", extra, ""), rest.dtype), rest, home.begin, guarded=True)
     if rank == 0:
         contents.objects[OWN] = runtime.progress.state()
     contents.objects[f"{RNG}{rank}"] = generators(runtime.comm.device)
     return contents
 
 
-def _place(group: ParamGroup, index: int, keys: tuple[str, ...], dtype: torch.dtype) -> Place:
-    """Return the place of a tensor of a parameter's shape. keys: path before the parameter's name, and last the key after it."""
+def _entry(group: ParamGroup, index: int, keys: tuple[str, ...], dtype: torch.dtype) -> Entry:
+    """Return the entry of a tensor of a parameter's shape. keys: path before the parameter's name, and last the key after it."""
     spec, home = group.specs[index], group.homes[index]
     keys = (*keys[:-1], spec.whole_name, *(keys[-1:] if keys[-1] else ()))
-    return Place(".".join(keys), keys, dtype, spec.whole_shape, home.start, home.stop, spec.part)
+    return Entry(".".join(keys), keys, dtype, spec.whole_shape, home.start, home.stop, spec.part)
 
 
-def _as_it_rests(place: Place, rest: Rest, begin: int, spec: ParamSpec) -> tuple[Place, Rest, int]:
-    """Return the place of a state, its Rest and position in it, of the bytes at rest where the state is encoded.
+def _as_it_rests(entry: Entry, rest: Rest, begin: int, spec: ParamSpec) -> tuple[Entry, Rest, int]:
+    """Return the entry of a state, its Rest and position in it, of the bytes at rest where the state is encoded.
 
     Blocks are counted from the beginning of what a rank has of the parameter along model axes. Where these are not blocks of the
     whole parameter as well, for all ranks alike, the state is saved decoded, as that of a tile is.
     """
     if not isinstance(rest, CodedRest):
-        return place, rest, begin
+        return entry, rest, begin
     column, inner = rest.column, rest.inner
     if column.elements == 1 and not column.label and inner.dtype.is_floating_point and column.values == 1:
-        return replace(place, dtype=inner.dtype), inner, begin  # a dtype of its own, which a load converts
+        return replace(entry, dtype=inner.dtype), inner, begin  # a dtype of its own, which a load converts
     before, stretch = 0, 0  # elements of the whole parameter before this part; of each part
-    if place.part is not None:
+    if entry.part is not None:
         stretch = 0 if spec.distribution is None else spec.distribution.stretch
-        before = place.part.start * math.prod(place.shape[1:])
-    if not column.label or (place.part is not None and (not stretch or stretch % column.elements)):
-        return place, rest, begin
-    bounds = before + place.start, before + place.stop, math.prod(place.shape)
+        before = entry.part.start * math.prod(entry.shape[1:])
+    if not column.label or (entry.part is not None and (not stretch or stretch % column.elements)):
+        return entry, rest, begin
+    bounds = before + entry.start, before + entry.stop, math.prod(entry.shape)
     start, stop, numel = (column.count(column.blocks(0, each)[1]) for each in bounds)
-    keys = (*place.keys[:-1], f"{place.keys[-1]}{CODED}{column.label}")
-    return Place(".".join(keys), keys, torch.uint8, (numel,), start, stop), inner, column.count(begin)
+    keys = (*entry.keys[:-1], f"{entry.keys[-1]}{CODED}{column.label}")
+    return Entry(".".join(keys), keys, torch.uint8, (numel,), start, stop), inner, column.count(begin)
 
 
 def _first(group: ParamGroup, index: int) -> bool:
@@ -205,9 +205,9 @@ def _written(group: ParamGroup, names: Stages) -> list[int]:
 
 
 def _add_whole(contents: Contents, runtime: Runtime, name: str, keys: tuple[str, ...], value: Tensor) -> None:
-    place = Place(name, keys, value.dtype, tuple(value.shape), 0, value.numel())
+    entry = Entry(name, keys, value.dtype, tuple(value.shape), 0, value.numel())
     on_host = value.detach().to("cpu").contiguous().reshape(-1)  # a copy: it is small
-    contents.add(place, MemoryRest(on_host, Tier.HOST, runtime.tiers), 0, guarded=False)
+    contents.add(entry, MemoryRest(on_host, Tier.HOST, runtime.tiers), 0, guarded=False)
 
 
 def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore, names: Stages) -> None:
@@ -221,11 +221,11 @@ def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore, names
             for key, value in state.items():
                 if run.holds(value):
                     if home.stop > home.start or first:
-                        place = _place(run.group, index, ("optim", "state", key), value.dtype)
+                        entry = _entry(run.group, index, ("optim", "state", key), value.dtype)
                         rest, begin = run.place(value, index)
                         begin += home.start if core.replicated else 0
                         spec = run.group.specs[index]
-                        contents.add(*_as_it_rests(place, rest, begin, spec), guarded=not core.replicated)
+                        contents.add(*_as_it_rests(entry, rest, begin, spec), guarded=not core.replicated)
                     continue
                 contents.scalars.add(key)
                 if first:  # one rank writes the number for the whole parameter

@@ -17,7 +17,7 @@ from ..comm.codec import exchange_values
 from ..errors import ConfigError, ZeroshardError
 from ..offload.storage import Rest
 from ..zero.unit import ParamGroup
-from . import directory as places
+from . import directory
 from .dcp import archived
 
 
@@ -64,7 +64,7 @@ def check_named(extra: object, verb: str) -> Mapping[str, Any]:
     if not isinstance(extra, Mapping):
         raise ConfigError(f'{verb}: extra: expected a dictionary, as {{"scheduler": scheduler}}, got {extra!r:.80}.')
     for name in extra:
-        if not isinstance(name, str) or not places.plain_name(name):
+        if not isinstance(name, str) or not directory.plain_name(name):
             raise ConfigError(f"{verb}: extra: expected names of letters, digits, '.', '_' and '-', got {name!r}.")
     return extra
 

@@ -35,7 +35,7 @@ from ..errors import CheckpointError, CheckpointWriteError, ConfigError, Malform
 from ..memory.io.async_file import Engine, open_file
 from ..utils.version import __version__
 from ..zero.runtime import Runtime
-from . import directory as places
+from . import directory
 from . import manifest as listing
 from . import state_map as holding
 from .file_writer import BUFFER_NBYTES, ROTATING, FileWriter
@@ -131,7 +131,7 @@ class Saver:
 
     def layout(self, contents: Contents, extras: dict[str, bytes]) -> FileLayout:
         """Return the layout of this rank's file. The last save's is used again if every tensor has kept its place."""
-        if self._layout is None or self._layout.places != contents.places:
+        if self._layout is None or self._layout.entries != contents.entries:
             self._layout = FileLayout.of(contents)
             self.tensors = listing.tensors_of(self._layout, self.runtime.topology.world.rank)
             self.digest = xxhash.xxh3_64_hexdigest(self.tensors)
@@ -180,13 +180,13 @@ class Writing:
     """One save on one rank: `run` carries it out, or starts the thread that does."""
 
     def __init__(
-        self, saver: Saver, plan: Plan, draft: Path | places.Draft, stages: Stages, extras: dict[str, bytes],
+        self, saver: Saver, plan: Plan, draft: Path | directory.Draft, stages: Stages, extras: dict[str, bytes],
         slices: dict[str, holding.Slices], shared: set[str], files: dict[str, bytes], begin: float,
     ) -> None:  # fmt: skip
         self.saver, self.plan, self.stages, self.core, self.begin = saver, plan, stages, stages.core, begin
         self.runtime, self.comm = saver.runtime, saver.runtime.topology.world
-        self.draft = draft if isinstance(draft, places.Draft) else None
-        self.folder = draft.path if isinstance(draft, places.Draft) else draft
+        self.draft = draft if isinstance(draft, directory.Draft) else None
+        self.folder = draft.path if isinstance(draft, directory.Draft) else draft
         rank, self.per_rank = self.comm.rank, sorted(extras.keys() - shared)
         self.extras = {  # those that this rank writes: of shared ones rank 0 writes all
             f"{holding.EXTRA}{name}" + ("" if name in shared else f".{rank}"): value
@@ -283,7 +283,7 @@ class Writing:
             file = open_file(self.file, layout.nbytes, create=True, reserve=True)
             ranges, pool = layout.ranges(self.contents), self.saver.pool
             self.writer = FileWriter(file, ranges, self.saver.engine, pool, eager=not asynchronous, digested=True)
-            self.held = places.hold(self.file) if asynchronous else None
+            self.held = directory.hold(self.file) if asynchronous else None
         if self.in_vain:  # another rank failed before there was a writer that `_stop` could stop
             self.writer.stop()
         ahead = -(-self.contents.nbytes(on_disk=False) // BUFFER_NBYTES) + 1 if asynchronous else 0
@@ -296,7 +296,7 @@ class Writing:
 
         def tell_tensors() -> None:
             with self._write_errors():
-                places.write_whole(self._file_of(self.comm.rank, "tensors.json"), self.saver.tensors)
+                directory.write_whole(self._file_of(self.comm.rank, "tensors.json"), self.saver.tensors)
 
         if opened[0][1] != self.digests:
             self._together("telling what is in the files", tell_tensors)
@@ -309,7 +309,7 @@ class Writing:
         """Fill buffers with all blobs, or the first `blobs`. Return whether rank 0 sees the locks that all ranks hold by now."""
         assert self.writer is not None
         asks = self.draft is not None and self.plan.asynchronous
-        locked = all(places.held(self._file_of(rank)) for rank in range(self.comm.world_size if asks else 0))
+        locked = all(directory.held(self._file_of(rank)) for rank in range(self.comm.world_size if asks else 0))
         frozen = {name: list(vars(identity).values()) for name, identity in identities(self.contents.frozen).items()}
         self.extra = {"ties": self.contents.ties, "frozen": frozen, "scalars": sorted(self.contents.scalars)}
         self.writer.fill(blobs)
@@ -337,7 +337,7 @@ class Writing:
             part = listing.part_of(self.layout, self.file.name, self.writer.digests, self.extra)
             if len(part) <= small_nbytes:
                 return part
-            places.write_whole(self._file_of(self.comm.rank, "json"), part)
+            directory.write_whole(self._file_of(self.comm.rank, "json"), part)
         return b""
 
     def _publish(self, parts: list[bytes]) -> None:
@@ -372,7 +372,7 @@ class Writing:
             for name in names:
                 name.unlink()
             for file, content in self.files.items():
-                places.write_whole(self.folder / file, content, named=False)
+                directory.write_whole(self.folder / file, content, named=False)
             self.draft.publish(plan.overwrite, plan.latest)
 
         def keep(path: Path) -> bool:
@@ -382,7 +382,7 @@ class Writing:
                 return True
 
         try:
-            places.prune(Path(plan.root), plan.name, plan.keep_last, keep)
+            directory.prune(Path(plan.root), plan.name, plan.keep_last, keep)
         except Exception as error:  # the new checkpoint is complete nevertheless, so this is no failure of the save
             print(f"zeroshard: {plan.root}: an older checkpoint could not be removed: {error}", file=sys.stderr)
 
@@ -430,7 +430,7 @@ class Writing:
         try:
             with suppress(OSError):  # not removed: rank 0 takes a rank without one for dead, and would say that, not the reason
                 os.truncate(self.file, 0)
-            places.write_whole(self._file_of(self.comm.rank, "failed"), encode(save._error))
+            directory.write_whole(self._file_of(self.comm.rank, "failed"), encode(save._error))
         except Exception as problem:  # rank 0 will report that this rank's part is missing
             with suppress(OSError):
                 self.file.unlink()
@@ -463,7 +463,7 @@ class Writing:
         if file.name not in there:
             return True
         if self.locked:
-            return places.held(file) is False
+            return directory.held(file) is False
         try:
             sign = file.stat().st_mtime_ns
         except OSError:

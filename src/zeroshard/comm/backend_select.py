@@ -159,24 +159,24 @@ def _solo(device: torch.device, stall_timeout_s: float) -> DirectComm:
 
 def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> DirectComm:
     """Ask all ranks where they run, and share memory if all are on one host and on the CPU (collective)."""
-    place = _place()
-    door = Door() if place is not None and device.type == "cpu" else None
+    host = _host()
+    door = Door() if host is not None and device.type == "cpu" else None
     try:
-        places: list = [None] * dist.get_world_size()
+        told: list = [None] * dist.get_world_size()
         backend_for(device)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # not the current one
             # by pickle: ranks of the group are trusted
-            dist.all_gather_object(places, (place, str(device.type), door.place if door is not None else None))
-        here = [rank for rank, other in enumerate(places) if other[:2] == (place, str(device.type))]
-        same_host = len(here) == len(places) and place is not None
+            dist.all_gather_object(told, (host, str(device.type), door.address if door is not None else None))
+        here = [rank for rank, other in enumerate(told) if other[:2] == (host, str(device.type))]
+        same_host = len(here) == len(told) and host is not None
         if choice == "shared" and not same_host:
             raise ConfigError(
                 "comm='shared' needs all ranks on one Linux host, and their models on the CPU; got these hosts and devices: "
-                f"{[p[:2] for p in places]}. Leave comm out, or pass comm='dist'."
+                f"{[p[:2] for p in told]}. Leave comm out, or pass comm='dist'."
             )
         if choice == "dist" or door is None or (len(here) == 1 and not same_host):  # no rank shares this one's host
             return DistComm(None, device, stall_timeout_s)
-        transport = ProcessTransport(here.index(dist.get_rank()), door, [places[rank][2] for rank in here], stall_timeout_s)
+        transport = ProcessTransport(here.index(dist.get_rank()), door, [told[rank][2] for rank in here], stall_timeout_s)
         shared = SharedComm(transport, device, stall_timeout_s, ranks=here)
         if same_host:
             if len(here) > 1:  # otherwise there is no peer to ask
@@ -190,7 +190,7 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Direc
             door.close()
 
 
-def _place() -> tuple | None:
+def _host() -> tuple | None:
     """Return a tuple that is equal for processes which can open each other's memory; None where the system has no memfd."""
     host = host_identity()
     if not hasattr(os, "memfd_create") or not all(host):

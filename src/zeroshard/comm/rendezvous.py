@@ -6,7 +6,7 @@ other end (SO_PEERCRED): it must be the process that the rank has named over the
 callers, and goes on waiting for the real peer.
 
 Addresses are chosen by the kernel (no process can take them first) and exchanged over the process group. Ranks that meet have one
-PID namespace (`backend_select._place`); the kernel gives processes of other namespaces other numbers here.
+PID namespace (`backend_select._host`); the kernel gives processes of other namespaces other numbers here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import PeerFailed, StallError
 _RANK, _PEER = struct.Struct("<I"), struct.Struct("3i")
 _PAUSE_S = 0.005  # between two attempts to connect
 
-Place = tuple[bytes, int]  # address of a rank's door, and number of its process
+Address = tuple[bytes, int]  # address of a rank's door, and number of its process
 
 
 class Door:
@@ -31,21 +31,21 @@ class Door:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(b"")  # abstract namespace: no file to leave behind
         self._socket.listen(128)
-        self.place: Place = (self._socket.getsockname(), os.getpid())
+        self.address: Address = (self._socket.getsockname(), os.getpid())
 
-    def connect(self, rank: int, places: list[Place], timeout_s: float) -> dict[int, socket.socket]:
+    def connect(self, rank: int, addresses: list[Address], timeout_s: float) -> dict[int, socket.socket]:
         """Return a connection to every other rank, and close the door. This rank calls lower ranks; higher ones call it.
 
-        places: of all ranks' doors. Raises PeerFailed for a rank that is gone, StallError after `timeout_s`.
+        addresses: of all ranks' doors. Raises PeerFailed for a rank that is gone, StallError after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         peers: dict[int, socket.socket] = {}
         try:
             for peer in range(rank):
-                peers[peer] = _call(rank, peer, places[peer], deadline)
-            while missing := [peer for peer in range(rank + 1, len(places)) if peer not in peers]:
+                peers[peer] = _call(rank, peer, addresses[peer], deadline)
+            while missing := [peer for peer in range(rank + 1, len(addresses)) if peer not in peers]:
                 try:
-                    caller, sock = self._answer(places, deadline)
+                    caller, sock = self._answer(addresses, deadline)
                 except TimeoutError:
                     raise StallError(
                         f"rank {rank}: ranks {missing} have not connected within stall_timeout_s. Do all ranks call zs.shard() (or "
@@ -63,16 +63,16 @@ class Door:
             self.close()
         return peers
 
-    def _answer(self, places: list[Place], deadline: float) -> tuple[int | None, socket.socket]:
+    def _answer(self, addresses: list[Address], deadline: float) -> tuple[int | None, socket.socket]:
         """Accept the next connection; return the rank that calls, None for any other process. Raises TimeoutError."""
         self._socket.settimeout(_time_left(deadline))
         sock, _ = self._socket.accept()
         try:
             pid, user = _process_of(sock)
-            if user == os.geteuid() and any(pid == number for _, number in places):
+            if user == os.geteuid() and any(pid == number for _, number in addresses):
                 sock.settimeout(_time_left(deadline))
                 (rank,) = _RANK.unpack(sock.recv(_RANK.size))  # four bytes come at once
-                if rank < len(places) and places[rank][1] == pid:
+                if rank < len(addresses) and addresses[rank][1] == pid:
                     return rank, sock
         except (ConnectionError, struct.error):  # it has disconnected
             pass
@@ -86,14 +86,14 @@ class Door:
         self._socket.close()
 
 
-def _call(rank: int, peer: int, place: Place, deadline: float) -> socket.socket:
+def _call(rank: int, peer: int, address: Address, deadline: float) -> socket.socket:
     """Connect to a lower rank. Raises PeerFailed where it is gone or another process answers, StallError after `deadline`."""
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)  # a full backlog raises BlockingIOError at once
-            sock.connect(place[0])
-            if _process_of(sock) != (place[1], os.geteuid()):
+            sock.connect(address[0])
+            if _process_of(sock) != (address[1], os.geteuid()):
                 why = "another process answers at its address (or this system, as gVisor, does not tell which: use comm='dist')"
                 raise PeerFailed(peer, why, "connecting")
             sock.sendall(_RANK.pack(rank))  # into an empty buffer: it does not block

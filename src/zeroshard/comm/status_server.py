@@ -103,7 +103,7 @@ class ProcessDesk(Desk):
     def among(cls, comm: DirectComm, on_this_host: bool) -> ProcessDesk:
         """Return the desk of this rank in a Comm, with the addresses of the other ranks' desks (collective)."""
         desk = cls(comm.progress, on_this_host)
-        desk._places = exchange_values(comm, desk.place, "zeroshard: desks")
+        desk._addresses = exchange_values(comm, desk.address, "zeroshard: desks")
         return desk
 
     def __init__(self, progress: Progress, on_this_host: bool) -> None:
@@ -111,8 +111,8 @@ class ProcessDesk(Desk):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self._secret = secrets.token_bytes(32)
-        self._places: list[tuple] = []
-        self.place = (*self._listener.getsockname()[:2], self._secret, os.getpid(), host_identity(), node_identity())
+        self._addresses: list[tuple] = []
+        self.address = (*self._listener.getsockname()[:2], self._secret, os.getpid(), host_identity(), node_identity())
         self._progress, self._owners, self._threads = progress, 0, list[_Answering]()
         self._start()
         self._end = weakref.finalize(self, _close, self._listener, self._threads)
@@ -133,12 +133,12 @@ class ProcessDesk(Desk):
                 self._call(peer, ("failed", failure.rank, failure.reason, failure.error), str)
 
     def how_it_ended(self, peer: int) -> str:
-        pid, host = self._places[peer][3:5]
-        return how_it_ended(pid) if host == self.place[4] else GONE
+        pid, host = self._addresses[peer][3:5]
+        return how_it_ended(pid) if host == self.address[4] else GONE
 
     def nodes(self) -> list[int]:
         """Return the node number of each rank."""
-        found = [place[5] for place in self._places]
+        found = [each[5] for each in self._addresses]
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(found))}
         return [numbers[identity] for identity in found]
 
@@ -178,7 +178,7 @@ class ProcessDesk(Desk):
         self._listener.close()
 
     def _call(self, peer: int, request: tuple, read: Callable[[Any], T]) -> T | str:
-        address, port, secret = self._places[peer][:3]
+        address, port, secret = self._addresses[peer][:3]
         try:
             with socket.create_connection((address, port), _PATIENCE_S) as sock:
                 mine = secrets.token_bytes(_NUMBER_NBYTES)

@@ -33,7 +33,7 @@ from ..errors import MalformedMessage, ZeroshardError, io_remedy
 from .codec import decode, encode
 from .failure import GONE
 from .flight_recorder import Progress
-from .rendezvous import Door, Place
+from .rendezvous import Address, Door
 
 _HEADER = struct.Struct("<I?")  # length in bytes; whether a file descriptor is sent with the message
 _LARGE_NBYTES = 1 << 17  # a last value of this length goes through memory; a socket holds 200 kB, and is faster for less
@@ -183,11 +183,11 @@ class ProcessTransport(Transport):
     Threads: the thread that uses the Comm calls the methods; it and the writer thread take `_writing` for `_out` and the sockets.
     """
 
-    def __init__(self, rank: int, door: Door, places: list[Place], timeout_s: float = 60.0) -> None:
-        """Connect to every peer. door: this rank's door; places: of all doors, by rank."""
-        self.rank, self.world_size = rank, len(places)
+    def __init__(self, rank: int, door: Door, addresses: list[Address], timeout_s: float = 60.0) -> None:
+        """Connect to every peer. door: this rank's door; addresses: of all doors, by rank."""
+        self.rank, self.world_size = rank, len(addresses)
         self._forked = False  # set in a forked child, which is no rank
-        self._peers: dict[int, socket.socket] = door.connect(rank, places, timeout_s)
+        self._peers: dict[int, socket.socket] = door.connect(rank, addresses, timeout_s)
         self._in = {peer: bytearray() for peer in self._peers}
         self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in self._peers}  # received with messages in _in
         self._out: dict[int, deque[_Parcel]] = {}  # peer -> messages for which its socket had no room

@@ -76,7 +76,7 @@ def test_files_of_the_engine(tmp_path):
 
 def test_memory_that_ranks_share_is_a_file():
     door = Door()
-    transport = ProcessTransport(0, door, [door.place])
+    transport = ProcessTransport(0, door, [door.address])
     with (
         limited(),
         pytest.raises(
