@@ -15,8 +15,8 @@ from .tables import MIB, Measured, Row
 
 RANKS, LENGTHS = (4, 8), (1024, 4096, 16384, 65536)
 SHAPE = ModelShape(vocab_size=1024, dim=128, layers=2, heads=8)
-# tokens; of longer sequences, whose steps take minutes, one round of one step; beyond the first number of ranks, of one sequence, which
-# contenders that share its tokens train on
+# tokens; of longer sequences, whose steps take minutes, one round of one step; beyond the first number of ranks, of one sequence only,
+# which zeroshard's contenders share (DeepSpeed's loader wants as many as there are ranks)
 LONG = 32768
 
 
@@ -32,7 +32,7 @@ def run(
         for length in lengths:
             warmup, turns = (1, rounds.rounds) if length < LONG else (0, 1)
             alone = length >= LONG and size != ranks[0]
-            racing = [each for each in contenders if each.kind != "zs"] if alone else contenders
+            racing = [each for each in contenders if each.kind in ("sp", "long")] if alone else contenders
             workload = Workload(dataclasses.replace(shape, seq_len=length), 1 if alone else size, size, seed, long=True)
             outcomes = race(racing, workload, Rounds(warmup, turns, steps=1, memory_steps=1), log_dir / f"{size}-{length}")
             raced.append((workload, outcomes, table("sequences", "", workload, outcomes)))
