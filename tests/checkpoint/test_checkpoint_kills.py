@@ -32,7 +32,7 @@ from zeroshard.comm.launch import run_processes
 from zeroshard.memory.io.async_file import Syscalls
 
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
-KILLS = 200 if SLOW else 10
+KILLS = 200 if SLOW else 20
 WORLD = 2
 # by the clock, and so for a machine that serves twenty others as well: whatever hangs is ended all the same
 PATIENCE_S = 1100

@@ -282,7 +282,7 @@ def test_groups_compute_equally_much_of_a_causal_attention(heads, size):
         sequence = SequenceParallel.__new__(SequenceParallel)
         sequence.rank, sequence.size = rank, size
         share = sequence.share(heads)
-        assert rank == share.ranks[share.place] and share.ranks == sorted(share.ranks)
+        assert rank == share.ranks[share.number] and share.ranks == sorted(share.ranks)
         rows = [row for run in share.runs(length) for row in range(*run)]
         assert rows == [share.row(query, length) for query in range(len(rows))]
         seen[rows, share.heads(heads)] += 1

@@ -56,12 +56,12 @@ def active_in(module: nn.Module) -> SequenceParallel | None:
 class Share(NamedTuple):
     """Names what a rank computes of an attention: a part of the heads, for the queries of the tokens of its group's ranks.
 
-    among: number of ranks of a group. place: this rank's index among them, in the order of their tokens. group: number of the
-    group, of `groups`.
+    among: how many ranks a group has. number: this rank's number among them, from 0, in the order of their tokens. group: the
+    number of the group, of `groups`.
     """
 
     among: int
-    place: int
+    number: int
     group: int
     groups: int
 
@@ -74,12 +74,12 @@ class Share(NamedTuple):
     @property
     def ranks(self) -> list[int]:
         """The ranks of the group, with which this one exchanges tokens for heads."""
-        return [self.row(place, 1) for place in range(self.among)]
+        return [self.row(index, 1) for index in range(self.among)]
 
     def heads(self, count: int) -> slice:
         """Return this rank's heads of `count`, or its part of what there is for each head."""
         own = count // self.among
-        return slice(self.place * own, (self.place + 1) * own)
+        return slice(self.number * own, (self.number + 1) * own)
 
     def runs(self, length: int) -> list[tuple[int, int]]:
         """Return where the queries begin and end in the sequence, run after run. length: number of tokens of a rank."""
@@ -122,8 +122,8 @@ class SequenceParallel:
         """Return what this rank computes of an attention of `heads` query heads."""
         among = math.gcd(heads, self.size)
         groups = self.size // among
-        place, turn = divmod(self.rank, groups)
-        return Share(among, place, groups - 1 - turn if place % 2 else turn, groups)
+        number, turn = divmod(self.rank, groups)
+        return Share(among, number, groups - 1 - turn if number % 2 else turn, groups)
 
     # -- all-to-all ------------------------------------------------------------------------------------------
 

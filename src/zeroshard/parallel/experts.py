@@ -106,7 +106,7 @@ class DividedExperts(Joined, AlongAxis):
         """Return (T, H) for hidden (T, H), index (T, K), weights (T, K), however the class names these arguments."""
         bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
         hidden, index, weights = cast(list[Tensor], list(bound.values())[1:])
-        line, label = self.line, f"experts {self.place}"
+        line, label = self.line, f"experts {self.module_name}"
         experts, order = index.flatten().sort(stable=True)  # stable: an expert sees its tokens in the order of the batch
         if self.capacity_factor is not None:
             order, experts = self._within_capacity(order, experts, len(hidden), index.shape[-1])
@@ -142,7 +142,9 @@ class DividedExperts(Joined, AlongAxis):
             return [base + (number < more) for number in range(self.everywhere)]
         counts: list[int] = torch.bincount(experts, minlength=self.everywhere).tolist()
         if len(counts) > self.everywhere:
-            raise IndexError(f"experts {self.place}: a token chose expert {len(counts) - 1}, and there are {self.everywhere}.")
+            raise IndexError(
+                f"experts {self.module_name}: a token chose expert {len(counts) - 1}, and there are {self.everywhere}."
+            )
         return counts
 
     def _within_capacity(self, order: Tensor, experts: Tensor, tokens: int, choices: int) -> tuple[Tensor, Tensor]:

@@ -53,11 +53,11 @@ class Line:
 class AlongAxis(nn.Module):
     """Base class of modules whose forward sends activations along an axis.
 
-    axis: its name. place: the module's name in the model, known from zs.shard on.
+    axis: its name. module_name: the module's name in the model, known from zs.shard on.
     """
 
     axis: str
-    place = ""
+    module_name = ""
     _line: Line | None = None
 
     @property
@@ -99,4 +99,4 @@ def connect(runtime: Runtime, lines: Mapping[str, Parts]) -> None:
         if isinstance(module, AlongAxis):
             if module.axis not in opened:
                 opened[module.axis] = Line(runtime, module.axis, lines[module.axis])
-            module._line, module.place = opened[module.axis], name
+            module._line, module.module_name = opened[module.axis], name

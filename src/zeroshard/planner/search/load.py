@@ -81,7 +81,7 @@ def step_seconds(
     beside = beside and layout.prefetch_nbytes is not None
     passes, each, tails, slowest = [], [], [], Resource.DEVICE
     for load in loads or loads_of(profile, layout):
-        found = _sums(load, hardware, beside)
+        found = _seconds_beside(load, hardware) if beside else _seconds_in_turn(load, hardware)
         worst = max(found.lanes, key=found.lanes.__getitem__, default=Resource.DEVICE)
         total = load.micro_batches * found.micro_batch + found.once
         slowest = worst if found.lanes.get(worst, 0.0) > total else Resource.DEVICE
@@ -104,11 +104,6 @@ class _Seconds(NamedTuple):
     lanes: dict[Resource, float]
 
 
-def _sums(load: Load, hardware: Hardware, beside: bool) -> _Seconds:
-    """Add up the seconds of a load's tasks. With `beside` the program waits for computation, and for messages of tp, ep and sp."""
-    return _seconds_beside(load, hardware) if beside else _seconds_in_turn(load, hardware)
-
-
 def _seconds_in_turn(load: Load, hardware: Hardware) -> _Seconds:
     """Add up the seconds of tasks of which each begins when the one before it has ended."""
 
@@ -122,7 +117,8 @@ def _seconds_in_turn(load: Load, hardware: Hardware) -> _Seconds:
 def _seconds_beside(load: Load, hardware: Hardware) -> _Seconds:
     """Add up the seconds of tasks on resources that work at the same time, each resource by itself.
 
-    The optimizer's step takes the time of its busiest resource, after that of the busiest one that sums gradients of tied weights.
+    The program waits for computation, and for messages of tp, ep and sp. The optimizer's step takes the time of its busiest resource;
+    before it, ends of a pipeline add up the gradients of tied weights, and this takes the time of the busiest resource likewise.
     """
     waited = {"each": 0.0, "once": 0.0}
     lanes, sums, steps = (defaultdict[Resource, float](float) for _ in range(3))
