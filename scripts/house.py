@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "zeroshard"
 GOALS = {  # name -> (at least or at most, bound)
     "folders of src/zeroshard": ("at most", 15),
     "loose files of src/zeroshard": ("at most", 6),
-    "lines of src/zeroshard and benchmarks": ("at most", 46_000),
+    "lines of src/zeroshard and benchmarks": ("at most", 62_700),
     "Any in 1,000 lines": ("at most", 10),
     "methods of Comm": ("at most", 20),
     "methods of Control": ("at most", 20),
@@ -31,8 +31,6 @@ GOALS = {  # name -> (at least or at most, bound)
     "files that the model enters in zs.shard": ("at most", 20),
     "fields of Unit that change": ("at most", 10),
     "comment lines, %": ("at least", 3),
-    "functions in 1,000 lines": ("at most", 50),
-    "median lines of a function": ("at least", 8),
 }
 
 
