@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def main(arguments: list[str]) -> int:
     if options.repeat < 1:
         parser.error(f"--repeat: expected at least 1, got {options.repeat}")
     with busy(max(3, (os.cpu_count() or 1) + 1) if options.load else 0):
-        found = repeat([*options.command.split(), *rest], options.repeat)
+        found = repeat([*shlex.split(options.command), *rest], options.repeat)
     print(table(found, options.repeat))
     return 1 if found else 0
 

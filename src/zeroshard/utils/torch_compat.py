@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -113,7 +114,7 @@ def faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-class PlanMode(FakeTensorMode):
+class QuickFakeMode(FakeTensorMode):
     """FakeTensorMode that finds an operator's cached result sooner: a dry run calls a few operators a hundred thousand times.
 
     A key has a strided tensor's sizes, dtype, device and flags as one tuple, of which torch derives the many fields of its own; a
@@ -139,18 +140,35 @@ class PlanMode(FakeTensorMode):
             else:
                 super()._prep_args_for_hash(result, (arg,), state, *rest)
 
-    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+    def _get_output_tensor_from_cache_entry(
+        self, state: Any, entry: Any, key: Any, *rest: Any
+    ) -> Any:  # rest: (func, args); since 2.15 (args,)
         known = entry.metadata
         plain = entry.inplace_idx is None and known is not None and known.layout is torch.strided and self.shape_env is None
         if not plain or known.is_quantized or known.is_conj or known.is_neg:
-            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, *rest)
         with in_kernel_invocation_manager(self):
             made = torch.empty_strided(
                 known.shape, known.stride, dtype=known.dtype, device="meta", requires_grad=known.requires_grad
             )
-            if func.is_view:
-                made.set_(args[entry.view_idx].untyped_storage(), known.storage_offset, known.shape, known.stride)
+            if entry.view_idx is not None:
+                made.set_(rest[-1][entry.view_idx].untyped_storage(), known.storage_offset, known.shape, known.stride)
         return FakeTensor(self, made, known.device)
+
+
+def _calls(name: str, *parameters: str) -> bool:
+    """Return whether torch's FakeTensorMode has a method with these parameters, by which QuickFakeMode knows what it is given."""
+    found = list(inspect.signature(getattr(FakeTensorMode, name, lambda: None)).parameters)
+    return found[: len(parameters) - 1] + found[-1:] == list(parameters)
+
+
+# what dry runs use: torch's own mode, which is slower, where a release has changed the methods that QuickFakeMode replaces
+PlanMode: type[FakeTensorMode] = (
+    QuickFakeMode
+    if _calls("_prep_args_for_hash", "self", "result", "args", "state", "id_hashed_objects")
+    and _calls("_get_output_tensor_from_cache_entry", "self", "state", "entry", "key", "args")
+    else FakeTensorMode
+)
 
 
 def alone(tensor: torch.Tensor) -> bool:
