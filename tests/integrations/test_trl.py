@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from zeroshard.comm import launch
 from zeroshard.comm.launch import run_processes
 
 missing = [name for name in ("trl", "datasets", "peft", "transformers") if importlib.util.find_spec(name) is None]
@@ -129,6 +130,7 @@ def train(rank, world, folder, stages, makers):
 @pytest.mark.limit(240)
 def test_losses_are_those_of_plain_trl(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(launch, "_method", "spawn")  # a fork may have imported transformers already, which install() is to precede
     folder, alone = str(tmp_path), (sft, dpo, dpo_of_adapters)
     expected = run_processes(train, 1, folder, [None], alone)[0]
     expected |= run_processes(train, 2, folder, [None], (grpo,))[0]
