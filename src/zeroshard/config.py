@@ -299,6 +299,9 @@ class Config:
         where the dtype changes. A key that matches no module names parameters ({"router.weight": "fp32"}), and casts no inputs.
         Norms with running statistics are fp32 unless a key matches them. Integer parameters keep their dtype, and so do fp64 and
         frozen fp8 and fp4 parameters that no key matches.
+    cast_inputs: cast the floating-point inputs of the model's forward to the dtype in which the model computes, which rounds
+        them: in bf16 999.0 becomes 1000.0. False hands them over as they are, for timesteps, tables or coordinates; the program
+        then casts what a low-precision module takes. A model whose parameters are all fp32 gets its inputs as they are.
     cast_buffers: cast floating-point buffers to the dtype in which their module computes. False leaves them: rotary tables need
         fp32, but a table that is added to activations must be cast.
     agree_buffers: buffers begin with rank 0's values, as parameters do; False: each rank keeps its own.
@@ -358,6 +361,7 @@ class Config:
     master_weights: bool | Literal["split"] = option(True, _MASTERS)
     optimizer_states: StateFormat | Mapping[str, StateFormat] | None = None
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, metadata={"kind": DTYPES})
+    cast_inputs: bool = option(True, BOOL)
     cast_buffers: bool = option(False, BOOL)
     agree_buffers: bool = option(True, BOOL)
     loss_scale: str | float = option("dynamic", _LOSS_SCALE)
@@ -558,6 +562,7 @@ class ConfigFields(TypedDict, total=False):
     master_weights: bool | Literal["split"] | None
     optimizer_states: StateFormat | str | Mapping[str, object] | None
     dtypes: Mapping[str, str | torch.dtype] | None
+    cast_inputs: bool | None
     cast_buffers: bool | None
     agree_buffers: bool | None
     loss_scale: str | float | None

@@ -148,7 +148,29 @@ def _pipelines(rank, ranks, folder):
     losses = [float(engine.train_batch(both(step))) for step in range(1, STEPS)]
     told["resumed"] = losses, float(engine.eval_batch(both(STEPS)))
     engine.destroy()
-    return told, cuts, _values(rank), _mistakes(rank)
+    return told, cuts, _values(rank), _mistakes(rank), [_given_inputs(more) for more in LOW]
+
+
+class Meets(nn.Linear):
+    """Notes its inputs, and computes in the dtype of its weight."""
+
+    def forward(self, x):
+        self.met = x
+        return super().forward(x.to(self.weight.dtype))
+
+
+BF16 = {"bf16": {"enabled": True}}
+LOW = (BF16, {"fp16": {"enabled": True, "auto_cast": True}}, {**BF16, "zeroshard": {"shard": {"cast_inputs": True}}})
+
+
+def _given_inputs(more):
+    """What the first stage's first layer gets of float32 inputs; "" on the other stage."""
+    net = PipelineModule([Meets(1, 4), nn.Linear(4, 4)], num_stages=2, loss_fn=lambda x, y: (x.float() - y).square().mean())
+    engine = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config(0, **more))[0]
+    engine.train_batch(iter([(torch.tensor([[2049.0]]), torch.zeros(1, 4))] * MICRO))
+    met = next((f"{layer.met.dtype} {layer.met.item()}" for layer in net.modules() if isinstance(layer, Meets)), "")
+    engine.destroy()
+    return met
 
 
 def _values(rank):
@@ -197,7 +219,8 @@ def _mistakes(rank):
 def test_pipelines_train_as_one_process(tmp_path):
     losses, norms, evaluated = one_process()
     results = run_processes(_pipelines, 4, str(tmp_path))
-    for rank, (told, cuts, values, said) in enumerate(results):
+    for rank, (told, cuts, values, said, met) in enumerate(results):
+        assert met == (["torch.float32 2049.0", "torch.float16 2048.0", "torch.bfloat16 2048.0"] if rank < 2 else [""] * 3)
         for stage in (0, 1, 2, 3):
             torch.testing.assert_close(torch.tensor(told[stage][0]), torch.tensor(losses), rtol=0, atol=2e-6)
             torch.testing.assert_close(torch.tensor(told[stage][1]), torch.tensor(norms), rtol=0, atol=1e-5)

@@ -343,7 +343,8 @@ def test_functions_that_read_one_section():
 
 
 def test_what_is_not_said_is_left_to_zeroshard():
-    as_deepspeed = {"skip_nonfinite": False, "max_skipped_steps": math.inf, "hold_schedulers": False, "agree_buffers": False}
+    as_deepspeed = {"skip_nonfinite": False, "max_skipped_steps": math.inf, "hold_schedulers": False}
+    as_deepspeed |= {"agree_buffers": False, "cast_inputs": False}
     said = {"stage": 0, "precision": "fp32", "gradient_dtype": torch.float32, **as_deepspeed}
     assert shard_options(read()) == {**said, "max_grad_norm": 1.0}
     assert shard_options(read(gradient_clipping=0)) == said
@@ -367,7 +368,7 @@ def test_the_options_of_shard():
     ))  # fmt: skip
     assert options == {
         "skip_nonfinite": True, "max_skipped_steps": math.inf, "hold_schedulers": False, "agree_buffers": False,
-        "stage": 3, "precision": "fp16", "max_grad_norm": 1.0, "reduce_dtype": torch.float32, "gradient_dtype": torch.float16,
+        "cast_inputs": False, "stage": 3, "precision": "fp16", "max_grad_norm": 1.0, "reduce_dtype": torch.float32, "gradient_dtype": torch.float16,
         "offload_optimizer": {"device": "nvme", "path": "/fast", "pin_memory": True, "ratio": 0.5},
         "offload_param": {"device": "nvme", "path": "/fast", "pin_memory": False},
         "max_live_parameters": 100_000, "prefetch_bucket_size": 10, "loss_scale": "dynamic", "initial_loss_scale": 16.0,
@@ -426,7 +427,7 @@ def test_configurations_train(given):
         model, optimizer = zs.shard(model, build_optimizer(config, model.parameters()), **shard_options(config))
         losses = []
         for _ in range(3):
-            loss = model(torch.ones(2, 8)).float().square().mean()
+            loss = model(torch.ones(2, 8, dtype=config.model_dtype)).float().square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -168,3 +168,36 @@ def test_zs_shard_steps_with_what_is_not_finite_as_torch_does(bad, max_norm):
             assert not skipped
             for name, value in expected.items():
                 torch.testing.assert_close(got[name], value, equal_nan=True)
+
+
+class Takes(nn.Module):
+    """`met` are the inputs that its forward gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x, *, times):
+        self.met = (x, times["t"][0])
+        return self.linear(x.to(self.linear.weight.dtype)).float().sum()
+
+
+AUTO = {"fp16": {"enabled": True, "auto_cast": True}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("more", "dtypes"), [
+    (BF16, (torch.float32, torch.float32)), ({"fp16": {"enabled": True}}, (torch.float32, torch.float32)),
+    (AUTO, (torch.float16, torch.float32)), ({**BF16, "zeroshard": {"shard": {"cast_inputs": True}}}, (torch.bfloat16, torch.bfloat16)),
+], ids=["bf16", "fp16", "auto_cast", "asked for"])  # fmt: skip
+def test_inputs_are_handed_over_as_they_are(more, dtypes, stage):
+    """Read in DeepSpeed 0.19.6 (engine._forward_prologue): auto_cast, of positional arguments, is all that casts."""
+    engine = deepspeed.initialize(model=Takes(), config=config(stage, 1, 1, **more))[0]
+    for call in (engine, engine.module):
+        given = torch.tensor([[2049.0, 1.0]]), torch.tensor([2049.0])
+        loss = call(given[0], times={"t": [given[1]]})
+        met = engine.module.met
+        assert tuple(tensor.dtype for tensor in met) == dtypes
+        assert [tensor.flatten()[0].item() for tensor in met] == [2049.0 if dtype == torch.float32 else 2048.0 for dtype in dtypes]
+    engine.backward(loss)
+    engine.step()

@@ -31,6 +31,7 @@ class Net(nn.Module):
         self.last = nn.Linear(17, 3)
 
     def forward(self, x, y=None):
+        x = x.to(self.first.weight.dtype)  # DeepSpeed casts no inputs
         out = self.last(self.blocks(torch.tanh(self.first(x))))
         return out if y is None else nn.functional.mse_loss(out, y)
 

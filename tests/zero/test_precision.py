@@ -243,12 +243,14 @@ def test_a_run_that_overflows_for_ever_is_stopped(stage):
 
 @pytest.mark.parametrize(("given", "options", "numbers"), [
     ({}, {}, "fp32"),
-    ({}, {"precision": "bf16"}, "bf16"),
-    ({}, {"precision": "bf16", "dtypes": {"LayerNorm": "fp32"}}, "bf16 and fp32"),
+    ({}, {"precision": "bf16"}, "bf16, floating-point inputs cast to bf16"),
+    ({}, {"precision": "bf16", "cast_inputs": False}, "bf16"),
+    ({}, {"precision": "bf16", "dtypes": {"OddGPT": "fp32"}, "cast_inputs": False}, "fp32"),
+    ({}, {"precision": "bf16", "dtypes": {"LayerNorm": "fp32"}}, "bf16 and fp32, floating-point inputs cast to bf16"),
     ({"all": torch.bfloat16}, {}, "bf16 as the model was given"),
     ({"all": torch.bfloat16}, {"master_weights": False}, "bf16 as the model was given, without fp32 masters"),
-    ({}, {"precision": "bf16", "master_weights": False}, "bf16, without fp32 masters"),
-    ({"all": torch.bfloat16}, {"precision": "bf16"}, "bf16"),
+    ({}, {"precision": "bf16", "master_weights": False}, "bf16, without fp32 masters, floating-point inputs cast to bf16"),
+    ({"all": torch.bfloat16}, {"precision": "bf16", "cast_inputs": False}, "bf16"),
     ({"all": torch.float64}, {}, "float64 as the model was given"),
     ({"norm": torch.bfloat16}, {}, "fp32 and bf16 as the model was given"),
 ], ids=str)  # fmt: skip

@@ -6,6 +6,7 @@ Bit for bit one process's, where the same casts are made by hooks that are writt
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from helpers import OddGPT, Rounding, Task, assert_equal_runs, differences, reference, seeded, token_batches, train
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 from zoo import Attention, Block, Language, MixtureOfExperts, Stack, normal_batches
 
 import zeroshard as zs
@@ -43,9 +45,10 @@ def of_class(model: nn.Module, *classes: type) -> list[nn.Module]:
 
 
 def equals_one_process(
-    model: nn.Module, data: list, prepare: Callable[[nn.Module], object], precision: str = "bf16", **options: object
-) -> None:
-    """prepare: makes the casts in the low-precision model of the reference."""
+    model: nn.Module, data: list, prepare: Callable[[nn.Module], object], precision: str = "bf16",
+    loss: Callable[..., Tensor] = lambda model, *batch: model(*batch), **options: object,
+) -> None:  # fmt: skip
+    """prepare: makes the casts in the low-precision model of the reference. loss: as of a Task."""
 
     def prepared(low: nn.Module) -> None:
         prepare(low)
@@ -53,7 +56,7 @@ def equals_one_process(
             for param, exact in zip(low.parameters(), model.parameters(), strict=True):
                 param.copy_(exact)
 
-    task, buffers = Task(model, data), {name for name, _ in model.named_buffers()}
+    task, buffers = Task(model, data, loss=loss), {name for name, _ in model.named_buffers()}
     if precision == "fp16":
         options["initial_loss_scale"] = SCALE
     outcomes = run_threads(2, lambda rank: [train(rank, task, precision=precision, **mode, **options) for mode in MODES])
@@ -166,6 +169,114 @@ def test_tied_parameters_in_two_dtypes_are_refused():
 def test_tied_parameters_in_one_dtype():
     prepare = lambda m: compute_in([m.embedding, m.head], HIGH, LOW)  # noqa: E731
     equals_one_process(seeded(OddGPT), token_batches(2, 1, 2), prepare, dtypes={"embedding": HIGH, "head": HIGH})
+
+
+# -- inputs of the model -----------------------------------------------------------------------------------------
+
+
+class Timed(nn.Module):
+    """`model(x, step, times=...)` is the loss; `met` are the inputs, as its forward gets them. run: calls a module."""
+
+    def __init__(self, run: Callable[..., Tensor] = lambda module, t: module(t)) -> None:
+        super().__init__()
+        self.time, self.lin, self.run = Clock(), nn.Linear(8, 8), run
+
+    def forward(self, x: Tensor, step: object, *, times: dict[str, list[Tensor]]) -> Tensor:
+        self.met = [x, step, times["t"][0]]
+        t = self.run(self.time, times["t"][0])
+        return (self.lin(x.to(self.lin.weight.dtype)) + t.to(self.lin.weight.dtype)).float().square().mean()
+
+
+class Clock(nn.Module):
+    """Waves of a time, from a table of frequencies that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequencies = nn.Parameter(torch.linspace(0.1, 1.0, 8))
+
+    def forward(self, t: Tensor) -> Tensor:
+        self.met = t
+        return (t[:, None] * self.frequencies).sin()
+
+
+def timed_batches(steps: int) -> list:
+    draw = torch.Generator().manual_seed(4)
+    return [
+        [[(torch.randn(2, 8, generator=draw), torch.arange(2), 999.0 - torch.arange(2) - 10 * rank) for rank in range(2)]]
+        for _ in range(steps)
+    ]
+
+
+def timed_loss(model: nn.Module, x: Tensor, step: Tensor, t: Tensor) -> Tensor:
+    return model(x, step, times={"t": [t]})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_inputs_are_cast_or_handed_over(precision, stage):
+    low, asked = {"bf16": LOW, "fp16": torch.float16}[precision], 2049.0  # neither dtype has this number
+
+    def given(options: dict) -> tuple[list, Tensor, Tensor]:
+        model, _ = zs.shard(Timed(), None, stage=stage, precision=precision, **options)
+        t, other = torch.tensor([asked, 1.0], requires_grad=True), torch.ones(2, dtype=torch.float64)
+        batch = {"t": [t], "other": other}
+        model(torch.ones(2, 8), torch.arange(2), times=batch).backward()
+        assert batch["t"][0] is t and t.grad.dtype == HIGH and t.grad.abs().sum() > 0
+        return model.met, model.time.met, t
+
+    def rank_main(rank: int) -> None:
+        for options in ({}, {"dtypes": {"Clock": HIGH}}):
+            (x, step, t), inner, _ = given(options)
+            assert (x.dtype, step.dtype, t.dtype) == (low, torch.int64, low) and t[0].item() == 2048.0
+            assert inner.dtype == options.get("dtypes", {}).get("Clock", low)
+        for options in ({"cast_inputs": False, "dtypes": {"Clock": HIGH}}, {"dtypes": {"Timed": HIGH}},
+                        {"dtypes": {"Linear": HIGH, "Clock": HIGH}}, {"dtypes": {"Linear": HIGH, "*frequencies": HIGH}}):  # fmt: skip
+            (x, step, t), inner, own = given(options)
+            assert (x.dtype, step.dtype, t.dtype) == (HIGH, torch.int64, HIGH)
+            assert t[0].item() == inner[0].item() == asked, options
+            assert precision == "fp16" or t is own
+
+    run_threads(2, rank_main)
+
+
+def test_bf16_inputs_of_an_fp32_model():
+    """They are raised, as where a module in fp32 meets a model in bf16; cast_inputs=False leaves them."""
+    for options, dtype in (({}, HIGH), ({"cast_inputs": False}, LOW)):
+        model, _ = zs.shard(Timed(), None, precision="bf16", dtypes={"Timed": HIGH}, **options)
+        loss = model(torch.ones(2, 8, dtype=LOW), 0, times={"t": [torch.ones(2, dtype=LOW)]})
+        assert model.met[0].dtype == dtype and loss.dtype == HIGH
+
+
+RUNS = {
+    "plain": lambda module, t: module(t),
+    "checkpoint": functools.partial(checkpoint, use_reentrant=False),
+    "reentrant": lambda module, t: checkpoint(module, t.requires_grad_(), use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("run", RUNS)
+def test_training_with_inputs_as_they_are(run, precision):
+    low = {"bf16": LOW, "fp16": torch.float16}[precision]
+    prepare = lambda m: compute_in([m.time], HIGH, low)  # noqa: E731
+    options = {"dtypes": {"Clock": HIGH}, "cast_inputs": False}
+    equals_one_process(seeded(lambda: Timed(RUNS[run])), timed_batches(2), prepare, precision, timed_loss, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"cast_inputs": False, "dtypes": {"Clock": HIGH}}, {"dtypes": {"Timed": HIGH}}], ids=str)
+def test_inputs_of_a_compiled_model(options):
+    base, (((batch, _),), *_) = seeded(Timed), timed_batches(1)
+
+    def run(rank, compiled):
+        model = copy.deepcopy(base)
+        if compiled:
+            model.compile(backend="eager")
+        model, _ = zs.shard(model, torch.optim.SGD(model.parameters()), precision="bf16", **options)
+        timed_loss(model, *batch).backward()
+        return zs.full_gradients(model)
+
+    eager, compiled = (run_threads(1, run, compiled)[0] for compiled in (False, True))
+    assert not differences(compiled, eager)
 
 
 # -- norms with statistics, and buffers --------------------------------------------------------------------------

@@ -155,8 +155,25 @@ class Policy:
         return self.modules.get(id(module)) or (param.dtype if config.precision == "fp32" else config.compute_dtype)
 
 
+def input_dtype(model: nn.Module, config: Config) -> torch.dtype | None:
+    """Return the dtype to which the model's floating-point inputs are cast; None: its forward gets them as the caller gave them.
+
+    The dtype is the model's own in `Config.dtypes`, else that of the precision; None also if every parameter is fp32 or fp64, so
+    that rounded inputs would serve no module.
+    """
+    policy = Policy(model, config)
+    own = policy.modules.get(id(model))
+    if own is not None or config.precision == "fp32" or not config.cast_inputs:
+        return own if config.cast_inputs else None
+    dtypes = {policy.dtype(m, p, config) for m in model.modules() for p in torch_compat.own_parameters(m).values() if p is not None}
+    return None if dtypes <= {torch.float32, torch.float64} else config.compute_dtype
+
+
 def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:
-    """Return (module, its dtype, the dtype around it) for each module with a forward at which they differ, outermost first."""
+    """Return (module, its dtype, the dtype around it) for each module with a forward at which they differ, outermost first.
+
+    Around the model itself there is no dtype: `input_dtype` says what becomes of its inputs, and its outputs stay as they are.
+    """
     dtypes, found, seen = Policy(model, config).modules, [], set()
 
     def visit(module: nn.Module, around: torch.dtype) -> None:
@@ -170,7 +187,7 @@ def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype
             # a ModuleList has no forward: its items are entered from around it
             visit(child, inside if _has_forward(module) else around)
 
-    visit(model, config.compute_dtype)
+    visit(model, dtypes.get(id(model), config.compute_dtype))
     return found
 
 

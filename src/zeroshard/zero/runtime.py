@@ -30,6 +30,7 @@ from ..utils import torch_compat
 from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .attendance import Attendance
+from .auto_wrap import input_dtype
 from .backward import Backward
 from .grad_reducer import Agreed, Reductions
 from .gradient_account import GradientAccount
@@ -68,6 +69,7 @@ class Runtime:
         self.closed = False
         self.end_answering = topology.world.desk.answer_for(self)  # call it to stop answering peers that ask for its state
         self.progress = progress
+        self.input_dtype = input_dtype(model, config)
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)
         self.forwards: list[ModelForward] = []  # that run now, the outermost first: they nest if the model calls itself
@@ -104,7 +106,7 @@ class Runtime:
     # -- forward ---------------------------------------------------------------------------------------------
 
     def root_enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Begin a forward of the model: clear the state of a failed backward, check the model, return the cast inputs."""
+        """Begin a forward of the model: clear the state of a failed backward, check the model, return its inputs, cast."""
         if self.closed:
             raise ModelClosed("this model was closed with zs.close(); zs.shard() it again to train it sharded.")
         if self.unusable:
@@ -119,7 +121,8 @@ class Runtime:
             self.frozen.follow()
             for unit in self.units:
                 unit.check_unchanged()
-        given = Exchanged(self._received, (args, kwargs)) if self.config.precision != "fp32" else None
+        exchanges = self.input_dtype is not None or self.progress.scaler is not None
+        given = Exchanged(self._received, (args, kwargs)) if exchanges else None
         self.forwards.append(ModelForward(running_forward(), given))
         return (args, kwargs) if given is None else given.value
 
@@ -155,11 +158,14 @@ class Runtime:
         return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
     def _received(self, given: Tensor) -> Tensor:
-        """Return an input of the model, cast. A hook divides its gradient by the loss scale: model(model(x)) scales it anew."""
+        """Return an input of the model, cast to `input_dtype`. A hook divides its gradient by the loss scale.
+
+        model(model(x)) scales that gradient anew.
+        """
         if self.progress.scaler is not None and given.requires_grad and torch.is_grad_enabled() and not self.forwards:
             given = given.view_as(given)  # a hook on the caller's own tensor would act on gradients from elsewhere, too
             given.register_hook(lambda grad: grad / self.progress.loss_scale)
-        return caster(self.config.compute_dtype)(given)
+        return given if self.input_dtype is None else caster(self.input_dtype)(given)
 
     def _scale_gradient(self, output: Tensor, begins: Callable[[], bool] = lambda: True) -> Tensor:
         """Return the output with a hook that multiplies its gradient by the loss scale if `begins()` is true in backward."""

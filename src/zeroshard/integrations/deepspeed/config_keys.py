@@ -251,7 +251,7 @@ _SECTIONS: dict[str, tuple[Key, ...]] = {
         _H("hysteresis", 2, "dynamic: this many-th overflow halves it (stages 1 to 3)", "whole", "loss_scale_hysteresis"),
         _H("consecutive_hysteresis", False, "dynamic: a good step makes overflows count from the start", "bool", "consecutive_hysteresis"),
         _H("min_loss_scale", 1, "dynamic: never below", "whole", "min_loss_scale"),
-        _H("auto_cast", False, "inputs are cast to fp16", "bool"),
+        _H("auto_cast", False, "positional inputs are cast to fp16", "bool"),
         _R("fp16_master_weights_and_grads", False, "leave it out: masters and states are fp32 then; or use bf16, and bf16.bf16_master_weights_and_grads", "bool"),
     ),
     "bf16": (

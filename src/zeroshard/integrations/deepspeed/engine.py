@@ -29,6 +29,7 @@ from ...utils import torch_compat
 from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...utils.torch_compat import in_derivative
+from ...zero.hooks import also_remove
 from ...zero.out_of_memory import telling
 from ...zero.runtime import runtime_of
 from . import partition
@@ -40,7 +41,7 @@ from .logs import logger, warning_once
 from .moe import has_moe_layers
 from .monitor import Event, ThroughputTimer
 
-R = TypeVar("R")
+R, T = TypeVar("R"), TypeVar("T")
 _scaled: set[int] = set()  # graph tasks (autograd's ids) of running backwards whose loss `engine.backward` has scaled already
 
 
@@ -65,6 +66,11 @@ def _one_thread(method: Callable[..., R]) -> Callable[..., R]:
 def _is_loss(value: object) -> bool:
     """Return whether a value is a tensor of one element with a grad_fn."""
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
+
+
+def halved(inputs: T) -> T:
+    """Return inputs with their floating-point tensors cast to fp16: fp16.auto_cast."""
+    return map_tensors(lambda tensor: tensor.to(casts_to(tensor.dtype, torch.half)), inputs)
 
 
 class _UnscaledGradient(torch.autograd.Function):
@@ -118,6 +124,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.tput_timer = ThroughputTimer(timed, config.train_batch_size, steps_per_output=config.steps_per_print)
         self._held: contextlib.AbstractContextManager | None = None
         self._gc_was_on = False
+        if self.fp16_auto_cast():  # of positional arguments, as DeepSpeed; `engine.module(x)` casts them, too
+            also_remove(runtime_of(module), [module.register_forward_pre_hook(lambda _, args: halved(args))])
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -138,8 +146,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if self.module.training:
             self.tput_timer.start()
         self._hold(self._sums_locally())
-        if self.fp16_auto_cast():
-            args, kwargs = map_tensors(lambda tensor: tensor.to(casts_to(tensor.dtype, torch.half)), (args, kwargs))
         with self._autocast(), telling(runtime_of(self.module), "the forward"):
             output = self.module(*args, **kwargs)
 

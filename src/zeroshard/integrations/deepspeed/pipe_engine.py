@@ -21,12 +21,11 @@ from ...comm.codec import exchange_values
 from ...errors import ZeroshardError
 from ...parallel.pipeline import Pipeline
 from ...utils.axes import PP
-from ...utils.dtypes import follows_precision
-from ...utils.tensor_tree import find_tensors, map_tensors
+from ...utils.tensor_tree import cast_floating, find_tensors, map_tensors
 from ...zero.out_of_memory import telling
 from ...zero.runtime import runtime_of
 from .accelerator import always
-from .engine import DeepSpeedEngine
+from .engine import DeepSpeedEngine, halved
 from .pipe import PipelineError, PipelineModule
 from .stand_ins import NotSupported
 
@@ -133,9 +132,12 @@ class PipelineEngine(DeepSpeedEngine):
     def _to_device(self, batch: Any) -> Any:
         batch = self.batch_fn(batch) if self.batch_fn is not None else batch
         inputs, labels = (tuple(part) if isinstance(part, list) else part for part in batch)
-        dtype = self._config.model_dtype  # zs.shard casts the inputs of a model, which here are the micro-batches' numbers
-        moved = map_tensors(lambda x: x.to(self.device, dtype if follows_precision(x.dtype) else x.dtype), inputs)
-        return moved, map_tensors(lambda x: x.to(self.device), labels)
+        inputs, labels = map_tensors(lambda x: x.to(self.device), (inputs, labels))
+        if self.fp16_auto_cast():  # here, since the model's own inputs are the micro-batches' numbers
+            inputs = halved(inputs)
+        elif (dtype := runtime_of(self.module).input_dtype) is not None:
+            inputs = cast_floating(inputs, dtype)
+        return inputs, labels
 
     # -- a step --------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
         options["reduce_dtype"] = config.communication_data_type
     # DeepSpeed's behaviour, where zeroshard's defaults differ
     options |= {"skip_nonfinite": _skips_nonfinite(config), "max_skipped_steps": math.inf}
-    options |= {"hold_schedulers": False, "agree_buffers": False}
+    options |= {"hold_schedulers": False, "agree_buffers": False, "cast_inputs": False}
     if zero.stage == 3:
         options |= _stage3(zero)
     for name, lowest in OFFLOAD_STAGES.items():

@@ -64,7 +64,7 @@ class Report:
         secondary: secondary shards (hpZ).
         lost: what packing gradients has lost and error feedback keeps.
         compression_errors: relative error of what was packed, by unit, when it was last measured.
-        numbers: the dtypes of the parameters.
+        numbers: the dtypes of the parameters, and the one to which the model's floating-point inputs are cast.
         states: how optimizer states and masters rest, where this is not as the optimizer has them.
         deviations: sentences on options that have no effect in this run.
     """
@@ -177,7 +177,9 @@ def report(model: nn.Module) -> Report:
 
 
 def _numbers(runtime: Runtime) -> str:
-    """Describe the parameters' dtypes, as "bf16 and fp32", the most frequent first (precision="fp32" keeps a model's own)."""
+    """Describe the parameters' dtypes, as "bf16 and fp32", the most frequent first (precision="fp32" keeps a model's own); then
+    whether masters are missing, and whether the model's inputs are cast.
+    """
     numels: dict[str, int] = {}
     for group in runtime.groups:
         name = _short(group.values.dtype)
@@ -185,7 +187,8 @@ def _numbers(runtime: Runtime) -> str:
     names = " and ".join(sorted(numels, key=lambda name: -numels[name]))
     given = " as the model was given" if runtime.config.precision == "fp32" and names != "fp32" else ""
     low = any(g.trainable and g.masters.rest is None and g.values.dtype.itemsize < 4 for g in runtime.groups)
-    return f"{names}{given}{', without fp32 masters' if low and runtime.optimizer is not None else ''}"
+    cast = f", floating-point inputs cast to {_short(runtime.input_dtype)}" if runtime.input_dtype is not None else ""
+    return f"{names}{given}{', without fp32 masters' if low and runtime.optimizer is not None else ''}{cast}"
 
 
 def _resting_states(runtime: Runtime) -> str:
