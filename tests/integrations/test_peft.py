@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import zeroshard as zs
+import zeroshard.deepspeed as deepspeed
 from zeroshard.testing import run_threads
 
 # ./test installs these (requirements/test.txt); absent where the suite runs in an environment of other tools, as on a GPU machine
@@ -73,3 +74,70 @@ def test_lora_equals_one_process(stage, reference):
             assert mine.keys() == theirs.keys()
             for name, value in theirs.items():
                 torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5)
+
+
+# -- the adapter of a reference model, switched on by set_adapter ------------------------------------------------------
+
+
+def with_reference():
+    model = lora()
+    model.add_adapter("reference", peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0))
+    model.set_adapter("default")
+    draw = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=draw) * 0.2)
+    return model
+
+
+def distance(model, ids):
+    """As TRL: the reference's logits come under no_grad, before the model's own backward."""
+    mine = model(input_ids=ids).logits
+    model.set_adapter("reference")
+    with torch.no_grad():
+        theirs = model(input_ids=ids).logits
+    model.set_adapter("default")
+    return (mine - theirs).square().mean()
+
+
+@pytest.fixture(scope="module")
+def distances():
+    model = with_reference()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for ids in IDS:
+        parts = [distance(model, part.view(1, 16)) for part in ids]
+        (sum(parts) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([part.item() for part in parts])
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("engine", [False, True], ids=["native", "engine"])
+def test_a_reference_adapter_is_switched_on_under_no_grad(engine, stage, distances):
+    def body(rank):
+        model = with_reference()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        losses = []
+        if engine:
+            config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0}
+            call, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            backward, step = call.backward, call.step
+        else:
+            call, optimizer = zs.shard(model, optimizer, stage=stage)
+            backward = lambda loss: loss.backward()  # noqa: E731
+            step = lambda: (optimizer.step(), optimizer.zero_grad())  # noqa: E731
+        for ids in IDS:
+            loss = distance(call, ids[rank : rank + 1])
+            backward(loss)
+            step()
+            losses.append(loss.item())
+        return losses, zs.full_state_dict(model)
+
+    losses, weights = distances
+    for rank, (mine, state) in enumerate(run_threads(2, body)):
+        assert mine == pytest.approx([both[rank] for both in losses], rel=1e-5)
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)

@@ -299,6 +299,55 @@ def test_adapters_are_disabled_and_switched(mode):
 
 
 @every_mode
+def test_a_frozen_adapter_is_switched_on_while_gradients_are_off(mode):
+    """The adapter of a teacher, before a forward or between it and its backward; one process is the reference."""
+    base, batches = seeded(adapted), normal_batches(4, 2, 3, 7)
+    for name, param in base.named_parameters():
+        if ".two." in name:
+            param.requires_grad_(False)
+
+    def teacher(model, x, calls):
+        switch_to(model, "two")
+        with calls():
+            said = model.blocks[0](model.first(x)) if calls is torch.inference_mode else model(x)
+        switch_to(model, "one")
+        return said.clone()
+
+    def losses(model, step, rank):
+        (x,) = batches[step][rank]
+        calls = torch.inference_mode if step == 3 else torch.no_grad
+        if step % 2:
+            wanted = teacher(model, x, calls)
+            return (model(x).sum() - wanted.sum()).square()
+        out = model(x)
+        return (out - teacher(model, x, calls)).square().mean()
+
+    plain = copy.deepcopy(base)
+    stepper = sgd(p for p in plain.parameters() if p.requires_grad)
+    for step in range(len(batches)):
+        for rank in range(2):
+            (losses(plain, step, rank) / 2).backward()
+        stepper.step()
+        stepper.zero_grad()
+
+    def run(rank):
+        model = copy.deepcopy(base)
+        model, optimizer = zs.shard(model, sgd(p for p in model.parameters() if p.requires_grad), **mode)
+        for step in range(len(batches)):
+            losses(model, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        switch_to(model, "two")
+        with pytest.raises(zs.ModelChanged, match="lora_a.two.weight was switched on, but it was frozen at zs.shard"):
+            model(batches[0][rank][0])
+        return zs.full_state_dict(model, masters=True)
+
+    for state in run_threads(2, run):
+        for name, value in plain.state_dict().items():
+            same(state[name], value, name, 1e-6)
+
+
+@every_mode
 def test_switched_inside_gathered(mode):
     def run(rank):
         model, _ = zs.shard(seeded(Stack), None, **mode)

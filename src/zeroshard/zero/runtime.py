@@ -118,7 +118,8 @@ class Runtime:
             self.attendance.unasked = True  # some rank's data may have ended since the last forward
             self.training = torch.is_grad_enabled()
             self._model_watch.check(any(unit.pinned for unit in self.units))
-            self.frozen.follow()
+            if self.training:  # what a forward without gradients switches on (PEFT's set_adapter) is not trained there
+                self.frozen.follow()
             for unit in self.units:
                 unit.check_unchanged()
         exchanges = self.input_dtype is not None or self.progress.scaler is not None
@@ -191,7 +192,8 @@ class Runtime:
                         f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
                         "`with zs.gathered(model):`."
                     )
-                if not (self.forwards or self.in_backward):  # the program called a submodule, so `root_enter` has not done this
+                # else `root_enter` has done this; here the program called a submodule
+                if torch.is_grad_enabled() and not (self.forwards or self.in_backward):
                     self.frozen.follow()
                 self._open(unit, backward=unit.in_backward)
             unit.entries.expose()
