@@ -293,9 +293,9 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
             values = [spec.complete(value) for spec, value in zip(group.specs, values, strict=True)]
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
     # matched by object, since wrappers rename the entries of state_dict()
-    state = model.state_dict(keep_vars=True)
+    state = runtime.model.state_dict(keep_vars=True)
     found = {name: whole[id(v)] if id(v) in whole else _cloned(v) for name, v in state.items()}
-    return join(found, parts_in(model, state))
+    return join(found, parts_in(runtime.model, state))
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:

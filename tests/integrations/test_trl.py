@@ -61,16 +61,16 @@ def sft(**given):
     return trl.SFTTrainer(llama(), args=trl.SFTConfig(**options(**given)), train_dataset=data, processing_class=tokenizer())
 
 
-def dpo(peft_config=None, **given):
+def dpo(peft_config=None, model=None, **given):
     import trl
     from datasets import Dataset
 
     draw = torch.Generator().manual_seed(1)
     rows = [{"prompt": text(5, draw), "chosen": f" {text(4, draw)}", "rejected": f" {text(6, draw)}"} for _ in range(12)]
     arguments = trl.DPOConfig(**options(**given))
-    reference = None if peft_config else llama(seed=1)
+    reference = None if peft_config or model else llama(seed=1)
     return trl.DPOTrainer(
-        llama(), ref_model=reference, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
+        model or llama(), ref_model=reference, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
         peft_config=peft_config,
     )  # fmt: skip
 
@@ -79,6 +79,15 @@ def dpo_of_adapters(**given):
     from peft import LoraConfig
 
     return dpo(LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM"), **given)
+
+
+def dpo_of_an_adapter_that_goes_on(**given):
+    """Its reference is a frozen copy of the adapter, which the trainer switches on under no_grad."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    torch.manual_seed(7)
+    return dpo(model=get_peft_model(llama(), config), **given)
 
 
 def grpo(**given):
@@ -119,7 +128,7 @@ def train(rank, world, folder, stages, makers):
             place = f"{folder}/{make.__name__}{stage}"
             trainer.save_model(place)
             trainer.accelerator.wait_for_everyone()
-            name = "adapter_model" if make is dpo_of_adapters else "model"
+            name = "adapter_model" if make in (dpo_of_adapters, dpo_of_an_adapter_that_goes_on) else "model"
             numbers.append(sum(value.double().abs().sum().item() for value in load_file(f"{place}/{name}.safetensors").values()))
             found[make.__name__, stage] = numbers
             AcceleratorState._reset_state()
@@ -127,15 +136,15 @@ def train(rank, world, folder, stages, makers):
     return found
 
 
-@pytest.mark.limit(240)
+@pytest.mark.limit(300)
 def test_losses_are_those_of_plain_trl(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(launch, "_method", "spawn")  # a fork may have imported transformers already, which install() is to precede
-    folder, alone = str(tmp_path), (sft, dpo, dpo_of_adapters)
+    folder, alone = str(tmp_path), (sft, dpo, dpo_of_adapters, dpo_of_an_adapter_that_goes_on)
     expected = run_processes(train, 1, folder, [None], alone)[0]
     expected |= run_processes(train, 2, folder, [None], (grpo,))[0]
     found = run_processes(train, 2, folder, [2, 3], (*alone, grpo))[0]
-    assert len(found) == 8
+    assert len(found) == 10
     for (name, stage), numbers in found.items():
         losses = torch.tensor(expected[name, None])
         torch.testing.assert_close(

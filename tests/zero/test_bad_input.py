@@ -91,6 +91,55 @@ def test_b13_the_natural_slips_of_a_call():
             verb(model)
 
 
+@every_mode
+def test_a_part_of_a_sharded_model_or_what_holds_one(mode):
+    """The error says which model to pass; torch's function, which it names, clips a part as one process does."""
+    base, ((x,), (other,)) = seeded(Stack), normal_batches(1, 2, 2, 7)[0]
+    plain = copy.deepcopy(base)
+    ((square(plain, (x,)) + square(plain, (other,))) / 2).backward()
+    wanted = nn.utils.clip_grad_norm_(plain.blocks.parameters(), 0.01)
+
+    def run(rank):
+        model = copy.deepcopy(base)
+        model, _ = zs.shard(model, sgd(model.parameters()), **mode)
+        square(model, ((x, other)[rank],)).backward()
+        part = r"this ModuleList is not sharded by itself: it is a part of a sharded Stack. Pass that model; .*clip_grad_norm_\(part"
+        for verb in (zs.full_state_dict, zs.close, lambda module: zs.clip_grad_norm_(module, 1.0)):
+            with pytest.raises(zs.ZeroshardError, match=part):
+                verb(model.blocks)
+        with pytest.raises(zs.ZeroshardError, match="this Sequential is not sharded itself: pass its submodule 1.0, which is"):
+            zs.report(nn.Sequential(nn.Linear(1, 1), nn.Sequential(model)))
+        assert torch.allclose(nn.utils.clip_grad_norm_(model.blocks.parameters(), 0.01), wanted)
+        return zs.full_gradients(model)
+
+    for grads in run_threads(2, run):
+        for name, param in plain.named_parameters():
+            same(grads[name], param.grad, name, 1e-6)
+
+
+@every_mode
+def test_the_wrapper_of_torch_compile_stands_for_the_sharded_model_in_it(mode, tmp_path):
+    def run(rank):
+        model = seeded(Stack)
+        model, optimizer = zs.shard(model, adamw(model.parameters()), **mode)
+        wrapper = torch.compile(model, backend="eager")
+        average = zs.ema(wrapper)
+        with zs.accumulate(wrapper), zs.join(wrapper):
+            square(model, (X,)).backward()
+        assert zs.clip_grad_norm_(wrapper, 1.0) > 1 == round(zs.clip_grad_norm_(model, 1.0).item(), 3)
+        optimizer.step()
+        with average.swapped(wrapper) as shown:
+            assert shown is model
+        state, told = zs.full_state_dict(wrapper), zs.full_state_dict(model)
+        assert list(state) == list(told) and all(torch.equal(state[name], told[name]) for name in told)
+        assert str(zs.report(wrapper)) == str(zs.report(model))
+        zs.save(tmp_path, wrapper, optimizer, extra={"average": average})
+        zs.load(tmp_path, wrapper, optimizer, extra={"average": average})
+        assert zs.close(wrapper) is wrapper and "_zeroshard" not in model.__dict__
+
+    run_threads(2, run)
+
+
 def test_b13_precision_has_its_usual_spellings():
     for name in ("bf16", "bfloat16", torch.bfloat16):
         assert zs.Config(precision=name).compute_dtype is torch.bfloat16

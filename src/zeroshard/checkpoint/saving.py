@@ -103,7 +103,7 @@ def save(
         core = core_of(runtime, optimizer, "zs.save")
         options = asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest
         plan = _plan(runtime, path, step, name, *options, files or {})
-        extras, slices = serialised(extra), slices_of(extra, model)
+        extras, slices = serialised(extra), slices_of(extra, runtime.model)
     except Exception as error:
         problem = telling(error, "zs.save", runtime.topology.world.rank)
     digests = {name: hashlib.sha256(each.content).hexdigest() for name, each in extras.items()}

@@ -101,7 +101,7 @@ def cut(
 def _rank_along_sp(where: Where) -> tuple[int, int, DirectComm | None]:
     """Return this rank's index along sp, the number of ranks along it, and their Comm (None: `where` is a mesh, or has no sp)."""
     if isinstance(where, nn.Module):
-        sequence, _ = sequence_of(where), runtime_of(where)  # raises where the model is not sharded
+        sequence = sequence_of(runtime_of(where).model)
         return (sequence.rank, sequence.size, sequence.comm) if sequence is not None else (0, 1, None)
     if not isinstance(where, (Mapping, DeviceMesh)):
         raise ConfigError(f"zs.shard_sequence: expected a sharded model or a mesh, got {type(where).__name__}.")

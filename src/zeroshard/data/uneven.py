@@ -53,13 +53,14 @@ def join(model: nn.Module) -> Iterator[None]:
     over torch.distributed, parameters on another tier), one small message for each forward from the start. (torch.distributed's
     Join adds a collective to every forward.)
     """
-    attendance = runtime_of(model).attendance
-    if runtime_of(model).topology.divided is not None:
+    runtime = runtime_of(model)
+    attendance = runtime.attendance
+    if runtime.topology.divided is not None:
         raise ConfigError(
             "zs.join: in each forward of this model all ranks exchange tokens with the experts, so that none can be without a batch: use "
             "zs.stop_together(model, loader)."
         )
-    if sequence_of(model) is not None and router_loss.is_added_by(model):
+    if sequence_of(runtime.model) is not None and router_loss.is_added_by(model):
         raise ConfigError(
             "zs.join: in each forward of this model all ranks add up its router's loss, so that none can be without a batch: use "
             "zs.stop_together(model, loader), or config.output_router_logits = False."
@@ -70,7 +71,7 @@ def join(model: nn.Module) -> Iterator[None]:
     try:
         yield
         if attendance.together:
-            _take_part(runtime_of(model))
+            _take_part(runtime)
     finally:
         attendance.joined = attendance.serving = False
         attendance.ended = frozenset()

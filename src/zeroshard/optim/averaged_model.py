@@ -21,6 +21,7 @@ from ..config import Tier
 from ..errors import ConfigError, ModelClosed, ZeroshardError
 from ..memory.ledger import AVERAGES
 from ..offload.storage import Rest
+from ..utils.torch_compat import original
 from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.tensor_stream import full_tensors
@@ -48,17 +49,17 @@ def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
         raise ConfigError(f"zs.ema: decay: expected a number between 0 and 1, got {decay!r}.")
     if runtime.optimizer is None:
         raise ZeroshardError("zs.ema averages over steps: expected a model that was sharded with an optimizer.")
-    return AveragedModel(model, runtime, float(decay))
+    return AveragedModel(runtime, float(decay))
 
 
 class AveragedModel:
     """The average of one model's parameters, returned by `zs.ema`; `updates` counts the steps that it has averaged."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime, decay: float) -> None:
+    def __init__(self, runtime: Runtime, decay: float) -> None:
         """`ema` calls this; it documents and checks the arguments."""
         runtime.attendance.refuse("zs.ema")
         runtime.moved.check()  # raises StatesAway while zs.offload_states has moved states
-        self.model, self.runtime, self.decay, self.updates = model, runtime, decay, 0
+        self.model, self.runtime, self.decay, self.updates = runtime.model, runtime, decay, 0
         self._shards: list[tuple[ParamGroup, Rest]] = []
         for group in (group for group in runtime.groups if group.trainable):
             dtype = torch.promote_types(_source(group)[0].dtype, torch.float32)
@@ -99,7 +100,7 @@ class AveragedModel:
         Inside, evaluation, `zs.full_state_dict` and `zs.stream_full_tensors` work; other verbs raise. The exit restores the
         parameters bit for bit, from a copy of the parameters' shard that is kept on the average's tier meanwhile.
         """
-        if model is not None and model is not self.model:
+        if model is not None and self.model not in (model, original(model)):
             raise ConfigError("AveragedModel.swapped: expected the model that was given to zs.ema, got another one.")
         self._check("AveragedModel.swapped")
         self.runtime.gate.wait()

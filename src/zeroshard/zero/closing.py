@@ -68,7 +68,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     runtime.end_answering()
     runtime.units, runtime.groups = [], []  # drops the references to them
     if restore:
-        del model.__dict__["_zeroshard"]  # with restore=False the hooks stay: they raise ModelClosed
+        del runtime.model.__dict__["_zeroshard"]  # with restore=False the hooks stay: they raise ModelClosed
     return model
 
 

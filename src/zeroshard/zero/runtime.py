@@ -36,6 +36,7 @@ from .grad_reducer import Agreed, Reductions
 from .gradient_account import GradientAccount
 from .mixed_precision import Progress
 from .model_changes import Freezing, ModelWatch, ValueWatch
+from .parameter import ParamHome
 from .prefetch import Prefetcher
 from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
@@ -593,10 +594,25 @@ class Runtime:
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """Return the runtime of a sharded model. Raise ZeroshardError if it is not sharded, TypeError if it is no nn.Module."""
+    """Return the runtime of a sharded model, or of the one that `torch.compile(model)` wraps.
+
+    Raise TypeError if it is no nn.Module, and ZeroshardError if it is not sharded: for a part of a sharded model, or a module that
+    holds one, the error says which model to pass.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module that was given to zs.shard(), got {type(model).__name__}.")
-    runtime = model.__dict__.get("_zeroshard")
-    if runtime is None:
-        raise ZeroshardError(f"this {type(model).__name__} is not sharded: call zs.shard(model, optimizer, ...) first.")
-    return runtime
+    runtime = model.__dict__.get("_zeroshard") or torch_compat.original(model).__dict__.get("_zeroshard")
+    if runtime is not None:
+        return runtime
+    what = f"this {type(model).__name__} is not sharded"
+    inside = [name for name, module in model.named_modules() if "_zeroshard" in module.__dict__]
+    if inside:
+        raise ZeroshardError(f"{what} itself: pass its submodule {' or '.join(inside)}, which is.")
+    homes = (getattr(param, "_home", None) for param in model.parameters())
+    whole = next((home.group.runtime.model for home in homes if isinstance(home, ParamHome)), None)
+    if whole is not None:
+        raise ZeroshardError(
+            f"{what} by itself: it is a part of a sharded {type(whole).__name__}. Pass that model; or give the part's parameters to a "
+            "function of torch, such as torch.nn.utils.clip_grad_norm_(part.parameters(), max_norm)."
+        )
+    raise ZeroshardError(f"{what}: call zs.shard(model, optimizer, ...) first.")
