@@ -76,6 +76,54 @@ def test_lora_equals_one_process(stage, reference):
                 torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5)
 
 
+# -- AdaLoRA: ranks of adapters from parameters and gradients -----------------------------------------------------------
+
+
+def adalora():
+    config = peft.AdaLoraConfig(
+        init_r=4, target_r=2, tinit=0, tfinal=1, deltaT=1, total_step=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0,
+    )  # fmt: skip
+    model = peft.get_peft_model(lora().unload(), config)
+    draw = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "ranknum" not in name:
+                param.copy_(torch.randn(param.shape, generator=draw) * 0.2)
+    return model
+
+
+def allocated(model, optimizer, batches):
+    for step, ids in enumerate(batches):
+        for part in ids:
+            (model(input_ids=part, labels=part).loss / len(ids)).backward()
+        optimizer.step()
+        model.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+
+
+MODES = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "map_shared": False, "offload_optimizer": "cpu"}]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_adalora_allocates_as_on_one_process(mode):
+    """From scores of parameters and gradients, which it ranks over all layers."""
+    plain, batches = adalora(), IDS.view(4, 2, 1, 16)
+    allocated(plain, torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.01), batches)
+    wanted = plain.peft_config["default"].rank_pattern
+    assert 0 < sum(map(sum, wanted.values())) < sum(map(len, wanted.values()))
+
+    def body(rank):
+        model = adalora()
+        model, optimizer = zs.shard(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), **mode)
+        allocated(model, optimizer, batches[:, rank : rank + 1])
+        return model.peft_config["default"].rank_pattern, zs.full_state_dict(model)
+
+    for pattern, state in run_threads(2, body):
+        assert pattern == wanted
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
 # -- the adapter of a reference model, switched on by set_adapter ------------------------------------------------------
 
 

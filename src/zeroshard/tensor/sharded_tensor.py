@@ -8,6 +8,7 @@ state dicts, `numel()` and initialisation code work as on one process. Operation
     any(), all()              combined over ranks (collective)
     norms                     of the global tensor (collective; tensor/norms.py)
     max(), sum(), ...         under no_grad: of the gathered tensor (collective; `READS` in tensor/op_classes.py)
+    any, of a result          of the gathered results (collective), where no parameter or gradient is among the operands
     in a module's forward     computes with the gathered parameter, as on one process (tensor/op_classes.py)
     any other operation       raises, with the parameter's name and a remedy
 
@@ -72,7 +73,14 @@ class ShardedTensor(HasChunks, HasNoMemory):
             return _of_whole(func, args, kwargs)
         if torch.Tag.pointwise in func.tags or (name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS):
             return _elementwise(func, args, kwargs)
+        if not func._schema.is_mutable and all(tensor._computed for tensor in _found(ShardedTensor, (args, kwargs))):
+            return _of_whole(func, args, kwargs)
         raise _refusal(func, args, kwargs)
+
+    @property
+    def _computed(self) -> bool:
+        """True for the result of an operation on slices: a score, a mask. False for a parameter, a gradient or an alias of one."""
+        return not (self._of_parameter or self._of_gradient)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (
@@ -100,6 +108,10 @@ class ShardedTensor(HasChunks, HasNoMemory):
     def data(self, value: Tensor) -> None:
         with torch.no_grad():
             self.copy_(value)
+
+    def tolist(self) -> list:
+        """Return the elements of a result (collective); raise ShardedAccessError for a parameter or a gradient."""
+        return self.full_tensor().tolist() if self._computed else self.numpy()
 
     def to_local(self) -> Tensor:
         """Return this rank's slice (stop - start,), sharing memory: read only; write to the sharded tensor. Differentiable."""
@@ -397,7 +409,16 @@ def _of_whole(func: OpOverload, args: tuple, kwargs: dict) -> object:
         and any(tensor.requires_grad for tensor in _found(ShardedTensor, (args, kwargs)))
     ):
         raise _refusal(func, args, kwargs)
-    return func(*tree_map_only(ShardedTensor, ShardedTensor.full_tensor, args), **kwargs)
+    args, kwargs = tree_map_only(ShardedTensor, ShardedTensor.full_tensor, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _masked_fill_(func: OpOverload, args: tuple, kwargs: dict) -> object:
+    """Fill a sharded tensor slice by slice, and a whole one by the whole of a mask that was computed of slices (collective)."""
+    target, mask, value = args
+    if not isinstance(target, ShardedTensor) and mask._computed:
+        return func(target, mask.full_tensor(), value)
+    return _elementwise(func, args, kwargs)
 
 
 def _norm(func: OpOverload, args: tuple, kwargs: dict) -> object:
@@ -469,6 +490,7 @@ _HANDLERS: dict[OpOverload, Callable] = {
     aten._foreach_norm.Scalar: _norm,
     aten.select.int: _rows,
     aten.slice.Tensor: _rows,
+    aten.masked_fill_.Scalar: _masked_fill_,
     aten.zero_.default: _elementwise,
     aten.fill_.Scalar: _elementwise,
     aten.fill_.Tensor: _elementwise,
