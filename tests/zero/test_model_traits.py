@@ -6,6 +6,7 @@ Hooks and training loops are in test_training_loops.py.
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -245,3 +246,48 @@ def test_buffers_of_each_rank_are_its_own(mode):
     torch.manual_seed(0)
     (mean0, count0), (mean1, count1) = run_threads(2, run)
     assert count0 == count1 == 1 and not torch.equal(mean0, mean1)
+
+
+# -- torch's encoder, which looks at parameters of its first layer before it calls it ------------------------------
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 11, dropout=0.0, batch_first=True)
+        self.embedding, self.encoder = nn.Embedding(11, 8), nn.TransformerEncoder(layer, 2, nn.LayerNorm(8))
+
+    def forward(self, tokens: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.embedding(tokens), src_key_padding_mask=padding)
+
+
+ENCODINGS = {
+    "no_grad": lambda model: torch.no_grad()(model.eval()), "inference": lambda model: torch.inference_mode()(model.eval()),
+    "frozen": lambda model: model.requires_grad_(False).eval(), "training": lambda model: model.train(),
+    "with gradients": lambda model: model.eval(), "compiled": lambda model: torch.no_grad()(torch.compile(model.eval(), backend="eager")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [
+    {"stage": 2}, {"stage": 3}, {"stage": 3, "map_shared": False}, {"stage": 3, "map_shared": False, "units": "leaf"},
+    {"stage": 3, "offload_param": "cpu"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("kind", ENCODINGS)
+def test_padding_in_an_encoder_of_torch(kind, options):
+    """In eval its fast path has zeros, before the norm, at padded positions; the slow one has values."""
+    base, tokens = seeded(Padded), torch.arange(12).view(2, 6) % 11
+    padding = torch.arange(6) >= torch.tensor([[6], [3]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        expected = ENCODINGS[kind](copy.deepcopy(base))(tokens, padding)
+        assert (expected[1, 3:] == base.encoder.norm.bias).all() == (kind in ("no_grad", "inference", "frozen"))
+
+        def run(rank: int) -> None:
+            model, _ = zs.shard(copy.deepcopy(base), None, **options)
+            same(ENCODINGS[kind](model)(tokens, padding).clone(), expected, kind, 1e-6)
+            assert not any(unit.depth for unit in model._zeroshard.units)
+            zs.close(model)
+            assert "forward" not in model.encoder.__dict__
+
+        for _ in run_threads(2, run):
+            pass

@@ -472,6 +472,34 @@ def test_what_is_read_of_parameters_at_rest_is_what_one_process_reads(name, opti
     run_threads(2, run)
 
 
+RESULTS = {
+    "ranked": lambda p: torch.kthvalue(torch.cat([(p.abs() * 2).view(-1), (p * p.grad).view(-1)]), 9).values,
+    "product": lambda p: (p + p.grad) @ torch.arange(float(DIM)), "sorted": lambda p: (p * 2).sort(1).values,
+    "list": lambda p: torch.tensor((p * p.grad > 0).view(-1).tolist()), "chosen": lambda p: (p * 2)[:, [0, 2]],
+    "filled": lambda p: p.masked_fill_((p * p.grad).abs() <= 0.01, 7.0), "not filled": lambda p: p.masked_fill_(p.grad.abs() < 0, 7.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, RELEASED, {**RELEASED, "offload_param": "cpu"}], ids=str)
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_of_slices_are_computed_of_the_whole(name, options):
+    """Scores and masks of parameters and gradients, which are themselves refused (above)."""
+    plain = copy.deepcopy(BASE)
+    square(plain, (X,)).backward()
+    with torch.no_grad():
+        wanted = RESULTS[name](plain.first.weight)
+
+    def task(model: nn.Module, _: object) -> None:
+        square(model, (X,)).backward()
+        with torch.no_grad():
+            got = RESULTS[name](model.first.weight)
+        got = got.full_tensor() if hasattr(got, "full_tensor") else got
+        same(got, wanted, name, 1e-6)
+        same(zs.full_state_dict(model)["first.weight"], plain.first.weight.detach(), name, 1e-6)
+
+    on_ranks(task, **options)
+
+
 def test_gradients_go_through_what_is_read_at_rest():
     wanted = one_process(lambda model: square(model, (X,)) + model.first.weight.max() + model.last.weight.std())
 

@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..config import Config
 from ..errors import ModelChanged, ShardedAccessError
 from ..tensor.distributed import distribution_of, in_state_dicts
+from ..tensor.sharded_tensor import ShardedParameter
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
@@ -64,7 +65,7 @@ def attach(runtime: Runtime) -> None:
     model.__dict__["zero_grad"] = zero_grad
     model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     for module, name in _replaced(model):
-        module.__dict__[name] = functools.partial(_OF_TRANSFORMERS[name], module)
+        module.__dict__.setdefault(name, functools.partial(_REPLACEMENTS[name], module))  # the program's own stays
     give_interface(runtime)
     runtime.handles += in_state_dicts(model)
 
@@ -87,7 +88,8 @@ def detach(runtime: Runtime) -> None:
     for module in (runtime.model, *(module for unit in runtime.units for module in unit.modules)):
         module.__dict__.pop("__reduce_ex__", None)
     for module, name in _replaced(runtime.model):
-        module.__dict__.pop(name, None)
+        if getattr(module.__dict__.get(name), "func", None) is _REPLACEMENTS[name]:
+            del module.__dict__[name]
     runtime.handles, runtime.compiled = [], []
 
 
@@ -130,9 +132,11 @@ register_module_parameter_registration_hook(_registered)  # once: torch calls th
 
 
 def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (module, name) of the methods of Transformers' models that are replaced while the model is sharded."""
+    """Return (module, name) of the methods of Transformers' models and torch's encoders that are replaced while the model is sharded."""
     models = [module for module in model.modules() if hasattr(type(module), "resize_token_embeddings")]
-    return [(module, name) for module in models for name in _OF_TRANSFORMERS if hasattr(type(module), name)]
+    found = [(module, name) for module in models for name in ("resize_token_embeddings", "save_pretrained") if hasattr(type(module), name)]
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
+    return found + [(module, "forward") for module in encoders]
 
 
 def _resize(
@@ -167,7 +171,22 @@ def _save(
     return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
-_OF_TRANSFORMERS: dict[str, Callable] = {"resize_token_embeddings": _resize, "save_pretrained": _save}
+def _encode(module: Any, *args: object, **kwargs: object) -> object:
+    """Replace `forward` of nn.TransformerEncoder while sharded: where torch may take its fast path, gather the first layer before.
+
+    torch looks at that layer's parameters before it runs the layer. If they are plain tensors, and there is padding, it computes
+    without the padded positions, where the encoder's output is then 0; slices would leave values there.
+    """
+    layer, call = module.layers[0], functools.partial(type(module).forward, module)
+    if not (torch.compiler.is_compiling() or layer.training):
+        params = [param for param in layer.parameters() if isinstance(param, ShardedParameter)]
+        if not (torch.is_grad_enabled() and any(param.requires_grad for param in params)):
+            for unit in dict.fromkeys(param._home.group.unit for param in params):
+                call = functools.partial(unit.groups[0].runtime.run_inside, unit, call)
+    return call(*args, **kwargs)
+
+
+_REPLACEMENTS: dict[str, Callable] = {"resize_token_embeddings": _resize, "save_pretrained": _save, "forward": _encode}
 
 
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
