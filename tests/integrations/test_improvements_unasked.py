@@ -198,6 +198,8 @@ def test_inputs_are_handed_over_as_they_are(more, dtypes, stage):
         loss = call(given[0], times={"t": [given[1]]})
         met = engine.module.met
         assert tuple(tensor.dtype for tensor in met) == dtypes
-        assert [tensor.flatten()[0].item() for tensor in met] == [2049.0 if dtype == torch.float32 else 2048.0 for dtype in dtypes]
+        assert [tensor.flatten()[0].item() for tensor in met] == [
+            2049.0 if dtype == torch.float32 else 2048.0 for dtype in dtypes
+        ]
     engine.backward(loss)
     engine.step()

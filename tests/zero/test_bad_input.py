@@ -103,7 +103,9 @@ def test_a_part_of_a_sharded_model_or_what_holds_one(mode):
         model = copy.deepcopy(base)
         model, _ = zs.shard(model, sgd(model.parameters()), **mode)
         square(model, ((x, other)[rank],)).backward()
-        part = r"this ModuleList is not sharded by itself: it is a part of a sharded Stack. Pass that model; .*clip_grad_norm_\(part"
+        part = (
+            r"this ModuleList is not sharded by itself: it is a part of a sharded Stack. Pass that model; .*clip_grad_norm_\(part"
+        )
         for verb in (zs.full_state_dict, zs.close, lambda module: zs.clip_grad_norm_(module, 1.0)):
             with pytest.raises(zs.ZeroshardError, match=part):
                 verb(model.blocks)

@@ -109,7 +109,7 @@ class ShardedTensor(HasChunks, HasNoMemory):
         with torch.no_grad():
             self.copy_(value)
 
-    def tolist(self) -> list:
+    def tolist(self) -> list:  # type: ignore[override]
         """Return the elements of a result (collective); raise ShardedAccessError for a parameter or a gradient."""
         return self.full_tensor().tolist() if self._computed else self.numpy()
 

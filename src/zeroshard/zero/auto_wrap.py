@@ -155,18 +155,16 @@ class Policy:
         return self.modules.get(id(module)) or (param.dtype if config.precision == "fp32" else config.compute_dtype)
 
 
-def input_dtype(model: nn.Module, config: Config) -> torch.dtype | None:
+def input_dtype(model: nn.Module, config: Config, parameters: set[torch.dtype]) -> torch.dtype | None:
     """Return the dtype to which the model's floating-point inputs are cast; None: its forward gets them as the caller gave them.
 
-    The dtype is the model's own in `Config.dtypes`, else that of the precision; None also if every parameter is fp32 or fp64, so
+    The dtype is the model's own in `Config.dtypes`, else that of the precision; None also if all `parameters` are fp32 or fp64, so
     that rounded inputs would serve no module.
     """
-    policy = Policy(model, config)
-    own = policy.modules.get(id(model))
-    if own is not None or config.precision == "fp32" or not config.cast_inputs:
-        return own if config.cast_inputs else None
-    dtypes = {policy.dtype(m, p, config) for m in model.modules() for p in torch_compat.own_parameters(m).values() if p is not None}
-    return None if dtypes <= {torch.float32, torch.float64} else config.compute_dtype
+    own = Policy(model, config).modules.get(id(model))
+    if own is None and config.precision != "fp32" and not parameters <= {torch.float32, torch.float64}:
+        own = config.compute_dtype
+    return own if config.cast_inputs else None
 
 
 def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:

@@ -134,9 +134,9 @@ register_module_parameter_registration_hook(_registered)  # once: torch calls th
 def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return (module, name) of the methods of Transformers' models and torch's encoders that are replaced while the model is sharded."""
     models = [module for module in model.modules() if hasattr(type(module), "resize_token_embeddings")]
-    found = [(module, name) for module in models for name in ("resize_token_embeddings", "save_pretrained") if hasattr(type(module), name)]
     encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
-    return found + [(module, "forward") for module in encoders]
+    pairs = (models, "resize_token_embeddings"), (models, "save_pretrained"), (encoders, "forward")
+    return [(module, name) for modules, name in pairs for module in modules if hasattr(type(module), name)]
 
 
 def _resize(
@@ -179,7 +179,7 @@ def _encode(module: Any, *args: object, **kwargs: object) -> object:
     """
     layer, call = module.layers[0], functools.partial(type(module).forward, module)
     if not (torch.compiler.is_compiling() or layer.training):
-        params = [param for param in layer.parameters() if isinstance(param, ShardedParameter)]
+        params: list[Any] = [param for param in layer.parameters() if isinstance(param, ShardedParameter)]
         if not (torch.is_grad_enabled() and any(param.requires_grad for param in params)):
             for unit in dict.fromkeys(param._home.group.unit for param in params):
                 call = functools.partial(unit.groups[0].runtime.run_inside, unit, call)

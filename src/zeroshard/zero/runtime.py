@@ -70,7 +70,7 @@ class Runtime:
         self.closed = False
         self.end_answering = topology.world.desk.answer_for(self)  # call it to stop answering peers that ask for its state
         self.progress = progress
-        self.input_dtype = input_dtype(model, config)
+        self.input_dtype = input_dtype(model, config, {group.values.dtype for group in self.groups})
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)
         self.forwards: list[ModelForward] = []  # that run now, the outermost first: they nest if the model calls itself

@@ -41,7 +41,7 @@ from .logs import logger, warning_once
 from .moe import has_moe_layers
 from .monitor import Event, ThroughputTimer
 
-R, T = TypeVar("R"), TypeVar("T")
+R = TypeVar("R")
 _scaled: set[int] = set()  # graph tasks (autograd's ids) of running backwards whose loss `engine.backward` has scaled already
 
 
@@ -68,7 +68,7 @@ def _is_loss(value: object) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
-def halved(inputs: T) -> T:
+def halved(inputs: R) -> R:
     """Return inputs with their floating-point tensors cast to fp16: fp16.auto_cast."""
     return map_tensors(lambda tensor: tensor.to(casts_to(tensor.dtype, torch.half)), inputs)
 
