@@ -7,7 +7,6 @@ shift_labels      l1 l2 l3 l4 | l5 l6  x  x        labels of the next tokens, sh
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..activations import router_loss
 from ..activations.ulysses import sequence_of
 from ..comm.base import DirectComm
+from ..comm.codec import exchange_values
 from ..comm.mesh.axes import NamedRanks, place_along
 from ..errors import ConfigError
 from ..utils.axes import SP
+from ..zero.rank_consistency import host_bytes
 from ..zero.runtime import runtime_of
 
 if TYPE_CHECKING:
@@ -143,8 +144,8 @@ def check_same(entries: Mapping[str, Any], comm: DirectComm) -> None:
     if comm.imagined:  # its tensors have no values
         return
     tensors = {name: value for name, value in sorted(entries.items()) if isinstance(value, Tensor)}
-    mine = {name: [list(value.shape), zlib.crc32(_bytes(value))] for name, value in tensors.items()}
-    everyone = [json.loads(part) for part in comm.exchange(json.dumps(mine).encode(), "zs.shard_sequence")]
+    mine = {name: [list(value.shape), zlib.crc32(host_bytes(value))] for name, value in tensors.items()}
+    everyone = exchange_values(comm, mine, "zs.shard_sequence")
     names = dict.fromkeys(name for told in everyone for name in told)
     different = next((name for name in names if any(told.get(name) != everyone[0].get(name) for told in everyone)), None)
     if different is None:
@@ -156,10 +157,6 @@ def check_same(entries: Mapping[str, Any], comm: DirectComm) -> None:
         f"sp: ranks along it have different {different} ({shapes}), and each has tokens of the same sequences. Give them the "
         "same batches: zs.ShardedSampler(len(dataset), mesh=mesh), or a loader whose rank is the index along dp."
     )
-
-
-def _bytes(value: Tensor) -> bytes:
-    return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 class SequenceLoader:

@@ -21,7 +21,6 @@ from ..config import Tier
 from ..errors import ConfigError, ModelClosed, ZeroshardError
 from ..memory.ledger import AVERAGES
 from ..offload.storage import Rest
-from ..utils.torch_compat import original
 from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.tensor_stream import full_tensors
@@ -100,7 +99,7 @@ class AveragedModel:
         Inside, evaluation, `zs.full_state_dict` and `zs.stream_full_tensors` work; other verbs raise. The exit restores the
         parameters bit for bit, from a copy of the parameters' shard that is kept on the average's tier meanwhile.
         """
-        if model is not None and self.model not in (model, original(model)):
+        if model is not None and runtime_of(model) is not self.runtime:
             raise ConfigError("AveragedModel.swapped: expected the model that was given to zs.ema, got another one.")
         self._check("AveragedModel.swapped")
         self.runtime.gate.wait()

@@ -160,10 +160,7 @@ class Runtime:
         return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
     def _received(self, given: Tensor) -> Tensor:
-        """Return an input of the model, cast to `input_dtype`. A hook divides its gradient by the loss scale.
-
-        model(model(x)) scales that gradient anew.
-        """
+        """Return an input of the model, cast. A hook divides its gradient by the loss scale: model(model(x)) scales it anew."""
         if self.progress.scaler is not None and given.requires_grad and torch.is_grad_enabled() and not self.forwards:
             given = given.view_as(given)  # a hook on the caller's own tensor would act on gradients from elsewhere, too
             given.register_hook(lambda grad: grad / self.progress.loss_scale)

@@ -177,9 +177,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _numbers(runtime: Runtime) -> str:
-    """Describe the parameters' dtypes, as "bf16 and fp32", the most frequent first (precision="fp32" keeps a model's own); then
-    whether masters are missing, and whether the model's inputs are cast.
-    """
+    """Describe the dtypes of parameters (precision="fp32" keeps a model's own), the most frequent first, and of cast inputs."""
     numels: dict[str, int] = {}
     for group in runtime.groups:
         name = _short(group.values.dtype)
