@@ -34,6 +34,7 @@ from .tensor import distributed
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
 from .utils.axes import SP, TP
+from .utils.module_names import own_name
 from .zero import hooks, init_context
 from .zero.along_axis import Line, check_axes, connect
 from .zero.auto_stage import choose, is_auto
@@ -166,7 +167,7 @@ def _shard(
     if axes.divided is not None:
         divided = group.subgroup(axes.divided.groups), [spec for spec in specs if axes.divides(spec.distribution)]
     agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers, divided=divided)
-    made_on_meta = {spec.name for spec in specs if spec.original.is_meta}
+    made_on_meta = {name for name, param in model.named_parameters() if param.is_meta}
 
     # lay out, build buffers, place parameters in them; from here on the model changes
     local.keep()
@@ -271,9 +272,17 @@ def _core(runtime: Runtime) -> OptimizerCore:
 def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Tensor]:
     """Return the model's state dict with whole tensors, on every rank (collective).
 
+    Keys are the model's own names: those of its state dict without the steps into wrappers (`torch.compile(model)`, torch's
+    activation wrappers), as other programs know them. The sharded model's `load_state_dict` takes these names too.
+
     Args:
         masters: return a parameter's fp32 master, if it has one, instead of its rounded value.
     """
+    return {own_name(model, name): value for name, value in whole_state(model, masters).items()}
+
+
+def whole_state(model: nn.Module, masters: bool = False) -> dict[str, Tensor]:
+    """Return what `full_state_dict` does, under the names of `model.state_dict()` (collective)."""
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.full_state_dict")
     runtime.moved.check("parameters", *(["masters"] if masters else []))
@@ -292,7 +301,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
                     group.values.release()
             values = [spec.complete(value) for spec, value in zip(group.specs, values, strict=True)]
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
-    # matched by object, since wrappers rename the entries of state_dict()
+    # matched by object, since hooks may rename entries
     state = runtime.model.state_dict(keep_vars=True)
     found = {name: whole[id(v)] if id(v) in whole else _cloned(v) for name, v in state.items()}
     return join(found, parts_in(runtime.model, state))
@@ -306,14 +315,19 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.full_gradients")
     runtime.flush()
-    result: dict[str, Tensor | None] = {}
+    result, named = dict[str, Tensor | None](), _names_of_parameters(model)
     for group in runtime.groups:
         if group.trainable:
             for index, spec in enumerate(group.specs):
                 grad = group.gradient(index)
                 whole = grad.full_tensor() if isinstance(grad, ShardedTensor) else _cloned(grad)
-                result[spec.name] = whole if whole is None else spec.complete(whole)
+                result[named.get(spec.name, spec.name)] = whole if whole is None else spec.complete(whole)
     return result
+
+
+def _names_of_parameters(model: nn.Module) -> dict[str, str]:
+    """Return each parameter's own name -> its name in `model.named_parameters()`."""
+    return {own_name(model, name): name for name, _ in model.named_parameters()}
 
 
 def _cloned(value: Any) -> Any:
@@ -325,7 +339,9 @@ def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
 
     Keys are the names in `model.named_parameters()`.
     """
-    return {spec.name: states for spec, _, states in _whole_optimizer_states(model, "zs.full_optimizer_state")}
+    named = _names_of_parameters(model)
+    found = _whole_optimizer_states(model, "zs.full_optimizer_state")
+    return {named.get(spec.name, spec.name): states for spec, _, states in found}
 
 
 def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:

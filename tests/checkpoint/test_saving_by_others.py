@@ -152,6 +152,30 @@ def test_the_remedies_write_what_one_process_would(tmp_path):
                 same(value, state[name], name, 0.0)
 
 
+@pytest.mark.parametrize(
+    "wrap", [torch.compile, lambda model: model.transformer.h.__setitem__(0, torch.compile(model.transformer.h[0])) or model]
+)
+def test_a_compiled_model_is_saved_as_the_model_that_it_is(tmp_path, wrap):
+    """Whole or a block of it: from_pretrained finds every weight, and reads what zs.save_safetensors and zs.export write."""
+    base = seeded(tied_gpt2)
+
+    def run(rank):
+        model, _ = zs.shard(wrap(copy.deepcopy(base)), stage=3)
+        model.save_pretrained(tmp_path / "pretrained", state_dict=zs.full_state_dict(model), is_main_process=rank == 0)
+        (tmp_path / "file").mkdir(exist_ok=True)
+        zs.save_safetensors(model, tmp_path / "file" / "model.safetensors")
+        zs.save(tmp_path / "run", model)
+
+    run_threads(2, run)
+    base.config.save_pretrained(tmp_path / "file")
+    zs.export(tmp_path / "run", tmp_path / "exported", config=base.config)
+    for folder in ("pretrained", "file", "exported"):
+        loaded, told = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not told["missing_keys"] and not told["unexpected_keys"]
+        for name, value in base.state_dict().items():
+            same(loaded.state_dict()[name], value, name, 0.0)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_and_states_are_refused_with_their_remedy(tmp_path, stage):
     base = seeded(tied_gpt2)

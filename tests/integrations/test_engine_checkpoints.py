@@ -156,10 +156,10 @@ class Tied(nn.Module):
 TIED = ["scale", "seen", "embedding.weight", "frozen.weight", "frozen.bias", "head.weight"]
 
 
-def tied_engine(stage, world, gather=True, **more):
+def tied_engine(stage, world, gather=True, wrap=lambda model: model, **more):
     given = config(stage, world, 1, **more)
     given["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = gather
-    model = Tied()
+    model = wrap(Tied())
     return deepspeed.initialize(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=given)[0]
 
 
@@ -173,7 +173,7 @@ def tied_step(engine, rank=0):
 def test_whole_weights_on_rank_0(stage, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_STREAM_NBYTES", 200)
     if stage == 3:
-        monkeypatch.setattr("zeroshard.api.full_state_dict", None)  # it would gather everything at once
+        monkeypatch.setattr(checkpoints, "api", None)  # it would gather everything at once
 
     def body(rank):
         engine = tied_engine(stage, 2)
@@ -382,6 +382,46 @@ def test_whole_weights_beside_the_checkpoint(tmp_path):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="doesn't exist"):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="none")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_files_of_a_compiled_model_have_its_own_names(stage, tmp_path):
+    """And load into models that are compiled or not; what the module itself gives has the names of torch."""
+
+    def body(rank):
+        engine = tied_engine(stage, 2, wrap=lambda model: torch.compile(model, backend="eager"))
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=False)
+        engine.save_16bit_model(tmp_path)
+        assert (
+            list(engine.module_state_dict())
+            == list(engine.module.state_dict())
+            == [f"_orig_mod.{name}" for name in Tied().state_dict()]
+        )
+        left = engine.module_state_dict(exclude_frozen_parameters=True)
+        assert [name for name in engine.module.state_dict() if name not in left] == [
+            "_orig_mod.frozen.weight",
+            "_orig_mod.frozen.bias",
+        ]
+        other = tied_engine(stage, 2)
+        other.load_checkpoint(tmp_path, custom_load_fn=lambda src, dst: dst.load_state_dict(src), load_optimizer_states=False)
+        engine.load_checkpoint(tmp_path)
+        return zs.full_state_dict(engine.module)
+
+    expected, _ = run_threads(2, body)
+    whole = torch.load(tmp_path / "pytorch_model.bin")
+    described = torch.load(zero_to_fp32.get_model_state_file(tmp_path / "global_step0", stage))
+    converted = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    shapes = [name for group in described["param_shapes"] for name in group]
+    assert list(whole) == list(described["module"]) == list(converted) == list(expected) == list(Tied().state_dict())
+    assert list(trained) == [name for name in converted if "frozen" not in name] and shapes == ["embedding.weight"]
+    assert described["buffer_names"] == ["scale", "seen"]
+    for wrap in (torch.compile, lambda model: model):
+        model = Tied()
+        with torch.no_grad():
+            model.embedding.weight.zero_()
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(wrap(model), tmp_path)
+        assert torch.equal(model.embedding.weight, expected["embedding.weight"])
 
 
 def test_a_universal_name(tmp_path):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import zeroshard as zs
+from zeroshard.api import whole_state
 from zeroshard.checkpoint.inspect import inspect_checkpoint
 from zeroshard.comm.launch import run_processes
 from zeroshard.errors import CheckpointError, ConfigError
@@ -107,6 +108,14 @@ class Module(pl.LightningModule):
     def configure_optimizers(self):
         made = [torch.optim.AdamW(self.parameters(), lr=0.03) for _ in range(self.optimizers_wanted)]
         return made, [torch.optim.lr_scheduler.StepLR(made[0], 1, gamma=0.5)]
+
+
+class Compiled(Module):
+    """One that compiles its net itself, so that Lightning's files have torch's names of that, which its class loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(self.net, backend="eager")
 
 
 def words(rank=0, world=1):
@@ -264,9 +273,10 @@ def test_a_resumed_fit_is_one_that_was_never_interrupted(kind, stage, tmp_path):
         torch.testing.assert_close(loaded.net.scale.detach(), plain(accumulate=2)[1]["net.scale"], rtol=0, atol=1e-6)
 
 
-def test_a_checkpoint_of_one_process_is_resumed_sharded_and_the_reverse(tmp_path):
+@pytest.mark.parametrize("kind", [Module, Compiled])
+def test_a_checkpoint_of_one_process_is_resumed_sharded_and_the_reverse(kind, tmp_path):
     losses, expected, _ = plain(epochs=2)
-    one, two, three = Module(), Module(), Module()
+    one, two, three = kind(), kind(), kind()
     run = trainer(tmp_path, "auto")
     run.fit(one, words())
     run.save_checkpoint(tmp_path / "one.ckpt")
@@ -274,6 +284,8 @@ def test_a_checkpoint_of_one_process_is_resumed_sharded_and_the_reverse(tmp_path
     run.fit(two, words(), ckpt_path=tmp_path / "one.ckpt")
     check(two, expected)
     run.save_checkpoint(tmp_path / "two.ckpt")
+    loaded = kind.load_from_checkpoint(tmp_path / "two.ckpt").state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in whole_state(two).items())
     trainer(tmp_path, "auto", epochs=3).fit(three, words(), ckpt_path=tmp_path / "two.ckpt")
     assert one.losses + two.losses + three.losses == pytest.approx(plain(epochs=3)[0], abs=1e-6)
 

@@ -29,6 +29,7 @@ from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..memory.io.aligned import bytes_of
 from ..memory.io.tensor_reader import Stored, StoredTensor
 from ..utils.dtypes import casts_to
+from ..utils.module_names import without_wrappers
 from ..utils.work import OVER, Work
 from . import dcp
 from .directory import absolute, sync
@@ -213,7 +214,9 @@ def _select(opened: Opened, names: list[str] | None, prefix: str) -> None:
 
     Raises ConfigError if the checkpoint lacks one of the names, or no name has the prefix.
     """
+    prefix = without_wrappers(prefix)
     if names is not None:
+        names = [without_wrappers(name) for name in names]
         if absent := set(names) - opened.model.keys():
             raise ConfigError(f"zs.export: names: {opened.path} has no {min(absent)!r}.{did_you_mean(min(absent), opened.model)}")
         opened.model = {name: opened.model[name] for name in names}

@@ -47,7 +47,8 @@ from .user_state import check_named, check_target, slices_of
 
 _SPARE = 1.25  # memory for a second copy of a state is allocated only if this many times its size is available
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that show an optimizer's class
-_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # not loaded from other libraries' groups
+_MEMBERS = {"params", "param_names"}  # of the optimizer that loads: a checkpoint may have them in another order
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # not loaded from other libraries' groups
 
 
 @dataclass
@@ -483,8 +484,8 @@ class _Loading:
         if self.core is not None:
             self._restore().put(write_over=True)
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):
-                taken = given.keys() - {"params"} if self.opened.ours else (given.keys() & mine.keys()) - _IMPLEMENTATION
-                mine.update({key: given[key] for key in taken})
+                taken = given.keys() if self.opened.ours else (given.keys() & mine.keys()) - _IMPLEMENTATION
+                mine.update({key: given[key] for key in taken - _MEMBERS})
         stored = reading.guard(self.stored_slices)
         for key, group, index, rest in self.slices:
             home = group.homes[index]

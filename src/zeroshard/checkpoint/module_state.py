@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..comm.base import DirectComm
 from ..errors import CheckpointError, did_you_mean
 from ..memory.io.tensor_reader import Stored, differ
+from ..utils.module_names import own_name, own_state, step_inside
 from ..zero.parameter import ParamSpec
 from . import safetensors
 from .bulk_reader import Reading
@@ -83,7 +84,7 @@ def compare(
             fit.used.update(found)
             fit.missing |= {} if found else {names[0]: f"{names[0]} {shape} (buffer)"}
     # an extra state may be a tensor, whose shape may differ from the saved one
-    fit.used.update(name for name in model.state_dict(keep_vars=True) if safetensors.is_extra_state(name))
+    fit.used.update(name for name in own_state(model) if safetensors.is_extra_state(name))
     fitting = [(buffer, at) for buffer in buffers if (at := buffer.stored_in(stored)) and at.shape == tuple(buffer.tensor.shape)]
     fit.problems += [f"{buffer.names[0]} (buffer): {safetensors.EXPANDED}" for buffer, at in fitting if buffer.refuses(at)]
     return fit
@@ -100,7 +101,7 @@ def names_in(model: nn.Module, specs: Iterable[ParamSpec]) -> set[str]:
 def takers(model: nn.Module) -> dict[str, nn.Module]:
     """Return name of an extra state -> module with `set_extra_state`, for each name of the module."""
     return {
-        f"{prefix}.{safetensors.EXTRA_STATE}".removeprefix("."): module
+        own_name(model, f"{prefix}.{safetensors.EXTRA_STATE}".removeprefix(".")): module
         for prefix, module in model.named_modules(remove_duplicate=False)
         if type(module).set_extra_state is not nn.Module.set_extra_state
     }
@@ -139,7 +140,9 @@ def give_back(
         who = f"the model ({type(model).__name__}.load_state_dict of {names})"
         attempt(who, lambda: safetensors.give_computed(model, computed))
     for prefix, module in model.named_modules():
-        key = f"{prefix}.{safetensors.EXTRA_STATE}".removeprefix(".")
+        key = own_name(model, f"{prefix}.{safetensors.EXTRA_STATE}".removeprefix("."))
+        if step_inside(module):  # the state is that of the module inside, which has the same name
+            continue
         if key in opened.model:
             value = read_value(reading.guard({key: opened.model[key]})[key])
         elif key in opened.module_objects:

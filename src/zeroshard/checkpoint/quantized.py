@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, did_you_mean
 from ..utils.dtypes import is_narrow
+from ..utils.module_names import own_name
+from ..utils.torch_compat import original
 from .source import Opened, first_of
 
 IGNORED = ("lm_head", "gate", "router", "shared_expert_gate")  # modules that stay as they are unless ignore= says others
@@ -110,7 +112,7 @@ class Quantize:
         A tensor is quantized if each of its names is the weight of an nn.Linear module that is not ignored: a head that is tied
         to an embedding stays. Raises ConfigError if there is no model, no such tensor, or one that is quantized already.
         """
-        model = self.model
+        model = None if self.model is None else original(self.model)
         if model is None:
             if settings is None:
                 raise ConfigError(
@@ -161,11 +163,11 @@ class Quantize:
                 allowed = isinstance(module, nn.Linear) and key == "weight" and not ignored
                 stays[id(parameter)] = stays.get(id(parameter), False) or not allowed
         named = model.named_parameters(remove_duplicate=False)
-        return {name for name, parameter in named if not stays[id(parameter)]}, modules
+        return {own_name(model, name) for name, parameter in named if not stays[id(parameter)]}, modules
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return model.named_modules(remove_duplicate=False)
+    return ((own_name(model, name), module) for name, module in model.named_modules(remove_duplicate=False))
 
 
 def _model_of(settings: Mapping[str, Any]) -> nn.Module:

@@ -242,7 +242,7 @@ def use_any(
     told = exchange_values(comm, agreed(comm, "zs.load: look", look, path), "zs.load: what is it")[0]
     if told is not None:
         where = Path(told)
-        return use(agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted), where))
+        return use(agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted).unwrapped(), where))
     for looks in range(LOOKS, 0, -1):
         folder = find_checkpoint(comm, path, name)
         try:
@@ -270,7 +270,7 @@ def _open_found(
     ranks = comm.rank, comm.world_size
     if verify:
         agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, *ranks, verify == "small"), folder)
-    return agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, *ranks, trusted, values, mesh), folder)
+    return agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, *ranks, trusted, values, mesh).unwrapped(), folder)
 
 
 def open_weights(

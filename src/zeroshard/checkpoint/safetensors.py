@@ -33,6 +33,7 @@ from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..offload.storage import MemoryRest, Rest
 from ..tensor.tiled_parameter import Part, part_of, whole_name
 from ..utils.dtypes import casts_to
+from ..utils.module_names import own_name, own_state
 from ..utils.work import OVER, Work
 from ..zero.parameter import ParamSpec
 from ..zero.rank_consistency import distinct
@@ -57,10 +58,10 @@ EXPANDED = "the model's is expanded, so that its rows share memory, and those st
 
 
 def prefixes_of(model: nn.Module) -> dict[int, list[str]]:
-    """Return id of each module -> its names, in order; a module that is registered more than once has several."""
+    """Return id of each module -> its own names, in order; a module that is registered more than once has several."""
     found: dict[int, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(id(module), []).append(prefix)
+        found.setdefault(id(module), []).append(own_name(model, prefix))
     return found
 
 
@@ -109,10 +110,10 @@ def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
     """Return what a state dict has besides parameters: every buffer once, and tensors that hooks compute for it, by name."""
     params, found = {id(param) for param in model.parameters()}, dict[int, tuple[Tensor, list[str]]]()
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        found.setdefault(id(buffer), (buffer, []))[1].append(name)
+        found.setdefault(id(buffer), (buffer, []))[1].append(own_name(model, name))
     kept: dict[int, list[str]] = {}
-    computed, state = {}, model.state_dict(keep_vars=True)
-    for name, value in state.items():  # compared by object, since hooks may rename entries
+    computed = {}
+    for name, value in own_state(model).items():  # compared by object, since hooks may rename entries
         if id(value) in found:
             kept.setdefault(id(value), []).append(name)
         elif isinstance(value, Tensor) and id(value) not in params and not is_extra_state(name):
@@ -191,10 +192,11 @@ def give_computed(model: nn.Module, values: dict[str, Tensor]) -> None:
     """Load tensors that hooks computed, through `load_state_dict` of the model, with its buffers and without its parameters."""
     if not values:
         return
-    state = model.state_dict(keep_vars=True)
+    known = model.state_dict(keep_vars=True)
+    state = {own_name(model, name): value for name, value in known.items()}
     given = OrderedDict((name, buffer.tensor) for buffer in others_of(model)[0] for name in buffer.kept)
     given.update((name, value.to(state[name].device)) for name, value in values.items() if name in state)
-    given._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+    given._metadata = getattr(known, "_metadata", None)  # type: ignore[attr-defined]
     model.load_state_dict(given, strict=False)
 
 
@@ -267,12 +269,12 @@ class _Listing:
         """List the state dict of the runtime's model. Raises ConfigError where safetensors cannot store a value."""
         keys = {id(param): (group, index) for group in runtime.groups for index, param in enumerate(group.params)}
         listing, first_names = cls(metadata={"format": "pt"}), dict[int, str]()
-        for own_name, value in runtime.model.state_dict(keep_vars=True).items():  # compared by object: wrappers rename
-            name, key, part, shape = own_name, keys.get(id(value)), None, None
+        for own, value in own_state(runtime.model).items():  # compared by object: hooks may rename
+            name, key, part, shape = own, keys.get(id(value)), None, None
             if key is not None:
                 spec = key[0].specs[key[1]]
                 part, shape = spec.part, spec.whole_shape
-                name = own_name if part is None or spec.distribution is not None else whole_name(own_name)
+                name = own if part is None or spec.distribution is not None else whole_name(own)
             if first_names.setdefault(id(value), name) != name:
                 listing.metadata[name] = first_names[id(value)]
                 continue

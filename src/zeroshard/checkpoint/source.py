@@ -17,9 +17,9 @@ import torch
 
 from ..errors import CheckpointError
 from ..memory.io.tensor_reader import Stored, StoredTensor
+from ..utils.module_names import without_wrappers
 from .manifest import Manifest
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # stripped anywhere in a name
 _TILE = re.compile(r"\[\d+:\d+:\d+\]$")  # suffix of a name in `Opened.frozen` if only a tile was left out
 PREFIXES = ("module.", "model.")  # stripped at the beginning of a name
 
@@ -88,7 +88,7 @@ class Opened:
     shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # readers of extras that all ranks shared
     same_ranks: bool = False  # saved with the same number of ranks in the same mesh
     per_rank: frozenset[str] = frozenset()
-    saved_names: dict[str, str] = field(default_factory=dict)  # name after `fit` -> name in the checkpoint, where they differ
+    saved_names: dict[str, str] = field(default_factory=dict)  # name here -> name in the checkpoint, where they differ
     manifest: Manifest | None = None
     generators: dict[str, Any] | None = None  # random generators of this rank; of rank 0 unless `same_ranks`
 
@@ -129,24 +129,38 @@ class Opened:
                 if number.isdigit() and int(number) < len(layers):
                     tensors.setdefault(f"{layers[int(number)]}.{rest}", tensors.pop(name))  # type: ignore[arg-type]
 
+    def unwrapped(self) -> Opened:
+        """Take the steps into wrappers out of all names, if names stay different. Return self."""
+        names = {name: without_wrappers(name) for name in self._names()}
+        if len(set(names.values())) == len(names):
+            self._rename(names)
+        return self
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys([*self.model, *self.module_readers, *map(name_left_out, self.frozen)]))
+
     def fit(self, wanted: Iterable[str]) -> None:
         """Strip wrappers' prefixes from names, or add them, if more names are then among the wanted ones."""
-        left_out = {key: name_left_out(key) for key in self.frozen}
-        names, aims = list(dict.fromkeys([*self.model, *self.module_readers, *left_out.values()])), frozenset(wanted)
+        names, aims = self._names(), frozenset(wanted)
         best, most = {name: name for name in names}, len(aims.intersection(names))
         if most == len(aims):
             return
-        current, wrapped = {name: _unwrapped(name) for name in names}, {_unwrapped(name): name for name in aims}
+        current, wrapped = {name: without_wrappers(name) for name in names}, {without_wrappers(name): name for name in aims}
         for prefix in ("", *PREFIXES, *PREFIXES):  # module.model.x, model.module.x
             current = {name: short.removeprefix(prefix) for name, short in current.items()}
             fitting = {name: wrapped.get(short, short) for name, short in current.items()}
             count = len(aims.intersection(fitting.values()))
             if count > most and len(set(fitting.values())) == len(names):
                 best, most = fitting, count
-        rename = {name: short for name, short in best.items() if name != short}
+        self._rename(best)
+
+    def _rename(self, names: dict[str, str]) -> None:
+        """Rename tensors, objects, states and members of groups. names: name -> new name, all of them different."""
+        rename = {name: new for name, new in names.items() if name != new}
         if not rename:
             return
-        self.saved_names = {new: name for name, new in rename.items()}
+        left_out = {key: name_left_out(key) for key in self.frozen}
+        self.saved_names |= {new: self.saved_names.get(name, name) for name, new in rename.items()}
         self.ties = {rename.get(alias, alias): rename.get(name, name) for alias, name in self.ties.items()}
         self.frozen = {rename.get(name, name) + key.removeprefix(name): self.frozen[key] for key, name in left_out.items()}
         self.module_objects = {rename.get(name, name): value for name, value in self.module_objects.items()}
@@ -166,9 +180,3 @@ def first_of(names: Collection[str]) -> str:
 def name_left_out(key: str) -> str:
     """Return the parameter's name in a key of `Opened.frozen`, which may have the suffix of a tile."""
     return _TILE.sub("", key)
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -33,6 +33,7 @@ from ..offload.storage import CodedRest, MemoryRest, Rest
 from ..optim.sharded_optimizer import OptimizerCore
 from ..tensor.chunks import Box, boxes_of
 from ..tensor.tiled_parameter import Part
+from ..utils.module_names import own_state
 from ..zero.parameter import ParamSpec
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
@@ -137,7 +138,7 @@ def collect(
                 contents.add(_entry(group, index, ("model", ""), rest.dtype), rest, begin, guarded)
     if rank == topology.stages[topology.stage][0]:  # one rank of a stage writes what the state dict has besides parameters
         params = {id(param) for group in runtime.groups for param in group.params}
-        for name, value in model.state_dict(keep_vars=True).items():
+        for name, value in own_state(model).items():
             if id(value) in params or not names.writes(name):
                 continue
             if isinstance(value, Tensor):

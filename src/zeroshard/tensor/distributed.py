@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError
 from ..utils import torch_compat
+from ..utils.module_names import own_name
 from .tiled_parameter import Part
 
 if TYPE_CHECKING:  # the import takes seconds; a program that has DTensors has done it
@@ -145,18 +146,22 @@ def in_state_dicts(model: nn.Module) -> list[RemovableHandle]:
     as if it were the whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they raise when such code reads them.
     """
     named = model.named_parameters(remove_duplicate=False)
-    known = {name: found for name, param in named if (found := distribution_of(param)) is not None}
+    known = {own_name(model, name): found for name, param in named if (found := distribution_of(param)) is not None}
+
+    def entries(state: dict, prefix: str) -> Iterator[tuple[str, Any, Distribution]]:
+        for name, value in state.items():
+            if (distribution := known.get(own_name(model, name.removeprefix(prefix)))) is not None:
+                yield name, value, distribution
 
     def show(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-        for name, distribution in known.items():
-            value = state.get(prefix + name)
+        for name, value, distribution in entries(state, prefix):
             if type(value) is Tensor:  # neither the parameter itself (keep_vars) nor a sharded tensor
-                state[prefix + name] = distribution.wrap(value)
+                state[name] = distribution.wrap(value)
 
     def take(module: nn.Module, state: dict, prefix: str, *_: object) -> None:
-        for name, distribution in known.items():
-            if isinstance(state.get(prefix + name), Tensor):
-                state[prefix + name] = distribution.local(state[prefix + name])
+        for name, value, distribution in entries(state, prefix):
+            if isinstance(value, Tensor):
+                state[name] = distribution.local(value)
 
     return [model.register_state_dict_post_hook(show), model.register_load_state_dict_pre_hook(take)] if known else []
 

@@ -59,6 +59,8 @@ _LATER = {  # names imported on first use, since their modules take a second: na
     "stage_backward_weight": ("torch.distributed.pipelining._backward", "stage_backward_weight"),
 }
 DYNAMO = "torch._dynamo"  # the module's name, for importing it ahead of use
+# attributes under which torch.compile, torch's activation wrappers and FullyShardedDataParallel hold the module that they wrap
+WRAPPED_AS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def __getattr__(name: str) -> Any:
@@ -240,7 +242,7 @@ def set_compiled_call(module: nn.Module, call: Callable | None) -> None:
 
 def original(module: nn.Module) -> nn.Module:
     """Return the module inside a `torch.compile(module)` wrapper, or the module itself."""
-    return module._modules["_orig_mod"] if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
+    return module._modules[WRAPPED_AS[0]] if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from ..tensor.distributed import distribution_of
 from ..tensor.tiled_parameter import Tile, Tiled, class_and_name, whole_name
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision, is_narrow
+from ..utils.module_names import matches, own_name
 from ..utils.torch_compat import original
 from .parameter import ParamSpec
 
@@ -60,7 +60,7 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
         for attribute, param in torch_compat.own_parameters(module).items():
             if param is None:
                 continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
+            name = own_name(model, f"{prefix}.{attribute}" if prefix else attribute)
             if param.layout is not torch.strided:
                 raise ShardedAccessError(f"{name}: expected a dense parameter, got layout {param.layout}.")
             if param.is_complex() and param.requires_grad:
@@ -112,7 +112,7 @@ class Policy:
         for name, module in model.named_modules():
             cls, whole = class_and_name(module, name)
             bases = {base.__name__ for base in cls.__mro__}
-            keys = [key for key in config.dtypes if key in bases or fnmatchcase(whole, key)] if _is_called(module) else []
+            keys = [key for key in config.dtypes if key in bases or matches(model, whole, key)] if _is_called(module) else []
             unmatched.difference_update(keys)
             around = by_name[name.rpartition(".")[0]] if name else None
             lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
@@ -125,13 +125,13 @@ class Policy:
         self.parameters: dict[int, torch.dtype] = {}
         known = {type(module).__name__ for module in model.modules()}
         for prefix, module in model.named_modules(remove_duplicate=False) if keys else ():
-            known.add(prefix)
+            known.add(own_name(model, prefix))
             for attribute, param in torch_compat.own_parameters(module).items():
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 name = whole_name(name) if isinstance(module, Tile) else name
-                known.add(name)
+                known.add(own_name(model, name))
                 matching = (
-                    [key for key in keys if fnmatchcase(name, key)] if param is not None and param.is_floating_point() else []
+                    [key for key in keys if matches(model, name, key)] if param is not None and param.is_floating_point() else []
                 )
                 unmatched.difference_update(matching)
                 if matching:
@@ -139,7 +139,7 @@ class Policy:
         for key in keys:
             if key in unmatched:
                 raise ConfigError(
-                    f"dtypes: no module of {type(model).__name__} has the class or (as a pattern) the name {key!r}, and no floating-point "
+                    f"dtypes: no module of {type(original(model)).__name__} has the class or (as a pattern) the name {key!r}, and no floating-point "
                     f"parameter has the name.{did_you_mean(key, known)}"
                 )
 
@@ -205,7 +205,7 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
     alone = [spec for spec in specs if getattr(spec.original, "unit_of_its_own", False)]
     apart = [UnitPlan(spec.name, _unique(owner for owner, _ in spec.owners), [spec]) for spec in alone]
     blocks = find_blocks(model, config.units)
-    blocks += [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
+    blocks += [(own_name(model, name), module) for name, module in model.named_modules() if isinstance(module, Tile)]
     plans = {id(module): UnitPlan(name, [module]) for name, module in blocks}
     nearest: dict[int, int | None] = {}  # id of a module -> id of the innermost block around it
 
@@ -234,7 +234,7 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
 
 def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[tuple[str, nn.Module]]:
     """Return (name, module) of every module that `units` selects, never the root module. option: name of it, for errors."""
-    named = [(name, module) for name, module in model.named_modules() if module is not model and _is_called(module)]
+    named = [(own_name(model, n), module) for n, module in model.named_modules() if module is not model and _is_called(module)]
     if units == "model":
         return []
     if units == "leaf":
@@ -271,7 +271,7 @@ def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
             has_params = next(child.parameters(), None) is not None
             if counts[type(original(child))] > 1 and _has_forward(child) and has_params and (leaves or not is_leaf):
                 if not any(child is module for _, module in found):
-                    found.append((path, child))
+                    found.append((own_name(model, path), child))
             else:
                 visit(path, child)
 

@@ -23,6 +23,7 @@ from ..tensor.distributed import distribution_of, in_state_dicts
 from ..tensor.sharded_tensor import ShardedParameter
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
+from ..utils.module_names import take_own_names
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from .auto_wrap import Policy, casts
 from .ddp_interface import give_interface, take_interface
@@ -67,7 +68,7 @@ def attach(runtime: Runtime) -> None:
     for module, name in _replaced(model):
         module.__dict__.setdefault(name, functools.partial(_REPLACEMENTS[name], module))  # the program's own stays
     give_interface(runtime)
-    runtime.handles += in_state_dicts(model)
+    runtime.handles += [model.register_load_state_dict_pre_hook(take_own_names), *in_state_dicts(model)]
 
 
 def also_remove(runtime: Runtime, handles: Iterable[Any]) -> None:

@@ -30,6 +30,7 @@ from ..tensor.home import Home
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
 from ..utils import torch_compat
 from ..utils.dtypes import casts_to
+from ..utils.module_names import own_name
 from ..utils.torch_compat import own_buffers, own_parameters, swap, tree_map_only
 from .parameter import gather_flat
 from .rank_consistency import agree_on_values
@@ -240,7 +241,7 @@ def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], 
                 own_buffers(module)[name] = torch.empty_like(buffer, device=device)
                 undefined.append(f"{prefix}.{name}" if prefix else name)
     if stored is not None:
-        made_on_meta, undefined = set(), [name for name in undefined if name not in stored]
+        made_on_meta, undefined = set(), [name for name in undefined if own_name(model, name) not in stored]
     if (undefined or made_on_meta) and not isinstance(torch.empty(0), torch_compat.FakeTensor):  # a dry run has no values
         initialise(model, made_on_meta, undefined)
 

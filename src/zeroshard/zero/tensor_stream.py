@@ -22,6 +22,7 @@ from ..memory.ledger import GATHERED
 from ..offload.storage import Rest
 from ..tensor.tiled_parameter import Part, parts_in, whole_name
 from ..utils.dtypes import casts_to
+from ..utils.module_names import own_state
 from .chunked_gather import ChunkedGather
 from .runtime import Runtime, runtime_of
 from .unit import ParamGroup
@@ -113,7 +114,7 @@ def _check(runtime: Runtime, masters: bool) -> None:
 
 def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[_Item]:
     """Return all tensors of the state dict, parameters in the order of units and then buffers."""
-    state = runtime.model.state_dict(keep_vars=True)  # names by object, since wrappers rename them
+    state = own_state(runtime.model)  # names by object, since hooks may rename them
     tiled, known = parts_in(runtime.model, state), dict[int, list[str]]()
     for name, value in state.items():
         known.setdefault(id(value), []).append(name)

@@ -36,6 +36,7 @@ from ...checkpoint.source import Opened
 from ...comm.codec import exchange_values
 from ...errors import CheckpointMismatch, CheckpointNotFound
 from ...utils.dtypes import casts_to
+from ...utils.module_names import own_name, own_state
 from ...zero.runtime import runtime_of
 from ...zero.tensor_stream import stream_full_tensors
 from . import VERSION
@@ -79,8 +80,8 @@ class Checkpoints(Settings):
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         tag = self._agreed(f"global_step{self.global_steps}" if tag is None else str(tag))
         client_state = client_state or {}
-        frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
-        names = list(self.module.state_dict(keep_vars=True))  # the module's order, which zeroshard's format does not keep
+        frozen = [name for name, param in self._own_parameters().items() if not param.requires_grad]
+        names = list(own_state(self.module))  # the module's order, which zeroshard's format does not keep
         world = runtime_of(self.module).topology.world
         if len(runtime_of(self.module).topology.stages) > 1:  # stages of a pipeline have different ones
             told = exchange_values(world, (frozen, names), "save_checkpoint: names")
@@ -121,11 +122,11 @@ class Checkpoints(Settings):
 
         The model's file has whole weights below stage 3; the optimizer's files have no states.
         """
-        state = self.module.state_dict(keep_vars=True)
+        state = own_state(self.module)
         if runtime_of(self.module).topology.world.rank:  # after state_dict(), which runs the user's hooks on all ranks
             return {}
         scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()
-        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        parameters = self._own_parameters()
         model = {
             "buffer_names": [name for name in state if name not in parameters], "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(), **self._counters(),
@@ -154,9 +155,13 @@ class Checkpoints(Settings):
         runtime = runtime_of(self.module)
         if runtime.optimizer is None:
             return []
-        shapes = {name: param.shape for name, param in self.module.named_parameters(remove_duplicate=False)}
-        groups = state_map.param_groups(runtime, runtime.optimizer.core)
-        return [{name: shapes[name] for name in group["params"] if name in shapes} for group in groups]
+        params, groups = self._own_parameters(), state_map.param_groups(runtime, runtime.optimizer.core)
+        return [{name: params[name].shape for name in group["params"] if name in params} for group in groups]
+
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the module's parameters under all of their own names."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {own_name(self.module, name): param for name, param in named}
 
     def _copy_recovery_script(self, save_path: str | os.PathLike) -> None:
         script = Path(save_path) / SCRIPT
@@ -267,7 +272,7 @@ class Checkpoints(Settings):
     ) -> dict[str, object]:  # fmt: skip
         """Return the module's state dict; at stage 3 with whole tensors (collective)."""
         if self.zero_optimization_partition_weights():
-            state: dict[str, object] = {f"{prefix}{name}": value for name, value in api.full_state_dict(self.module).items()}
+            state: dict[str, object] = {f"{prefix}{name}": value for name, value in api.whole_state(self.module).items()}
         else:
             state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
         state = self._without_frozen(state, prefix) if exclude_frozen_parameters else state
@@ -277,9 +282,8 @@ class Checkpoints(Settings):
         return destination
 
     def _without_frozen(self, state: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-        named = self.module.named_parameters(remove_duplicate=False)
-        frozen = {f"{prefix}{name}" for name, param in named if not param.requires_grad}
-        return {name: value for name, value in state.items() if name not in frozen}
+        frozen = {name for name, param in self._own_parameters().items() if not param.requires_grad}
+        return {name: each for name, each in state.items() if own_name(self.module, name.removeprefix(prefix)) not in frozen}
 
     def _whole_on_rank_0(self, exclude_frozen_parameters: bool) -> dict[str, object] | None:
         """Return the state dict in host memory on rank 0, None on other ranks (collective).
@@ -287,7 +291,7 @@ class Checkpoints(Settings):
         _STREAM_NBYTES are gathered at a time. Tied names get one tensor, and no other tensors share memory.
         """
         first = runtime_of(self.module).comm.rank == 0
-        state = self.module.state_dict(keep_vars=True)
+        state = own_state(self.module)
         order = self._without_frozen(state) if exclude_frozen_parameters else state
         frozen = state.keys() - order.keys()
         found: dict[str, object] = {}

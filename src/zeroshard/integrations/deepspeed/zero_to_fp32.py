@@ -24,6 +24,7 @@ from ...checkpoint.resolver import Alone, open_any
 from ...checkpoint.source import Opened
 from ...errors import CheckpointError, CheckpointNotFound
 from ...utils.dtypes import casts_to
+from ...utils.module_names import own_name, without_wrappers
 from .checkpoints import latest_tag, model_file, read_whole
 from .logs import warning_once
 
@@ -46,8 +47,8 @@ def _open(folder: Path, exclude_frozen: bool) -> tuple[Opened, list[str]]:
     told = opened.shared_extras["engine"]() if "engine" in opened.shared_extras else opened.facts
     if exclude_frozen and "frozen" not in told:
         raise CheckpointError(f"{folder} does not say which parameters are frozen: leave exclude_frozen_parameters out.")
-    place = {name: number for number, name in enumerate(told.get("names", ()))}
-    frozen = set(told["frozen"]) if exclude_frozen else set()
+    place = {without_wrappers(name): number for number, name in enumerate(told.get("names", ()))}
+    frozen = set(map(without_wrappers, told["frozen"])) if exclude_frozen else set()
     return opened, [name for name in sorted(opened.model, key=lambda name: place.get(name, len(place))) if name not in frozen]
 
 
@@ -121,7 +122,8 @@ def nbytes_of(size: object) -> int:
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | os.PathLike, tag: object = None) -> nn.Module:
     """Move a model to the host, load the checkpoint's weights into it, and return it."""
     model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model.load_state_dict({own_name(model, name, to_load=True): value for name, value in state.items()}, strict=False)
     return model
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 
+from ...api import whole_state
 from ...errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:  # Lightning may be installed under another name
@@ -176,6 +177,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, object]:
-    """Return the model's whole state dict on the host, with the fp32 masters of parameters that have them (collective)."""
-    whole = zs.full_state_dict(model, masters=True)
+    """Return the model's whole state dict on the host, with the fp32 masters of parameters that have them (collective).
+
+    Its names are those of `model.state_dict()`: Lightning loads such a file into modules that compile their parts themselves.
+    """
+    whole = whole_state(model, masters=True)
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in whole.items()}
