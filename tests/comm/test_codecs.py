@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from zeroshard.comm.codecs import CODECS, ErrorFeedback, LowRank, TopK, block_quantization, codec_of
 from zeroshard.comm.sums import CHUNK_NUMEL, sum_in_rank_order
 from zeroshard.errors import ConfigError
+from zeroshard.utils import compression
 from zeroshard.utils.compression import Compression
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -62,6 +63,19 @@ def by_definition(codec, values):
     quotients = blocks / steps
     codes = quotients.to(torch.float8_e4m3fn).float() if codec.name == "fp8" else quotients.round()
     return (codes * steps).view(-1)[:numel]
+
+
+def test_a_codec_s_bytes_follow_from_the_bits_in_the_list_of_all(monkeypatch):
+    """Which has every codec's name: options, codecs and plans read it."""
+    assert list(CODECS) == list(compression.CODECS)
+
+    class Int6(block_quantization.Int8):
+        name = "int6"
+
+    with pytest.raises(KeyError, match="int6"):
+        Int6(32).packed_nbytes(1000)
+    monkeypatch.setitem(compression.CODECS, "int6", 6)
+    assert Int6(32).packed_nbytes(1000) == 32 * 4 + 752 and Int6(32).packed_nbytes(33) == 2 * 4 + 28
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

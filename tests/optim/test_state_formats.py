@@ -18,7 +18,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.optim.slab_step import hashed_uniform
-from zeroshard.tensor.state_codecs import coded_column
+from zeroshard.tensor.state_codecs import FloatCodec, coded_column
 from zeroshard.tensor.stretch import SplitStretch
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
@@ -305,6 +305,12 @@ def test_what_was_decoded_is_encoded_to_the_same_bytes(name, state):
     assert (error <= largest * bound).all()
     if state == "exp_avg_sq":
         assert (decoded[values > 1e-37] > 0).all()  # a divisor of the update
+
+
+def test_codes_that_no_kernel_packs_are_refused():
+    """The kernels know one and two codes in a byte; those of 6 bits would be written over their neighbours."""
+    with pytest.raises(NotImplementedError, match="e3m2: expected codes of 4 or 8 bits, two or one in a byte, got 6"):
+        FloatCodec(32, 3, 2, squares=False)
 
 
 @pytest.mark.parametrize("name", FORMATS)

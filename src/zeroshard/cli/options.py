@@ -95,7 +95,7 @@ class RunOptions:
     shard_size: int | None = option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=NETWORK)
     hpz: int = option(1, "ranks of a secondary shard (hpZ)", type=int, group=NETWORK)
     quantized_weights: str | None = option(
-        None, f"compress parameters (qwZ): {', '.join(CODECS)}", choices=CODECS, metavar="NAME", group=NETWORK
+        None, f"compress parameters (qwZ): {', '.join(CODECS)}", choices=tuple(CODECS), metavar="NAME", group=NETWORK
     )
     quantized_gradients: str | None = option(
         None, f"compress gradients (qgZ): {', '.join(GRADIENT_CODECS)}", choices=GRADIENT_CODECS, metavar="NAME", group=NETWORK

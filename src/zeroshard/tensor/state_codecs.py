@@ -148,6 +148,8 @@ class FloatCodec(Codec):
     def __init__(self, block: int, exponent: int, mantissa: int, squares: bool) -> None:
         self.block, self.exponent, self.mantissa, self.squares, self.scratch = block, exponent, mantissa, squares, Scratch()
         bits = exponent + mantissa + (not squares)
+        if bits not in (4, 8):
+            raise NotImplementedError(f"e{exponent}m{mantissa}: expected codes of 4 or 8 bits, two or one in a byte, got {bits}.")
         self.name, self.packed = f"e{exponent}m{mantissa}", bits == 4
         self.codes_nbytes = block * bits // 8
         self.values = self.codes_nbytes + _SCALE_NBYTES

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ..errors import ConfigError, did_you_mean
 from .option_kinds import BOOL, POSITIVE, Kind, check_fields, is_number, is_whole
 
-CODECS = ("int8", "int4", "fp8")
+# codecs of blocks: name -> bits of a value's code, beside one fp32 step for each block
+CODECS = {"int8": 8, "int4": 4, "fp8": 8}
 GRADIENT_CODECS = (*CODECS, "top_k", "low_rank")
 _EXEMPT = ("*norm*", "*router*", "*embed*")
 _ANY_COUNT = Kind("a whole number of at least 0", lambda value: is_whole(value) and value >= 0)
@@ -66,7 +67,7 @@ class Compression:
         return dim < 2 or any(fnmatchcase(name, pattern) for pattern in self.exempt)
 
     @classmethod
-    def of(cls, given: object, option: str, codecs: tuple[str, ...]) -> Compression | None:
+    def of(cls, given: object, option: str, codecs: Collection[str]) -> Compression | None:
         """Return the Compression that an option's value (a Compression, codec, bool or mapping of fields) means; None: none."""
         if given is None or given is False:
             return None

@@ -231,6 +231,28 @@ def test_what_is_gathered_ahead_is_the_runtimes(options):
     assert layout_of(of_layout(request, layout)) == layout and layout.hops == "two"
 
 
+@pytest.mark.parametrize("options", [
+    {"zero_quantized_gradients": "low_rank"}, {"zero_quantized_gradients": {"codec": "top_k", "ratio": 0.2}},
+    {"zero_quantized_gradients": {"codec": "int4", "block": 32}}, {"stage": 3, "zero_quantized_weights": {"codec": "fp8", "block": 32}},
+], ids=str)  # fmt: skip
+def test_formulas_take_the_bytes_of_the_request_s_own_codec(options):
+    """Also of those that no search proposes, with their blocks and ratios."""
+    shape = dataclasses.replace(SHAPE, vocab_size=1024, seq_len=64, dim=256, layers=2)
+    source, given = ModelSource("small", lambda: GPT(shape), 64, 1024, config=shape), {"stage": 2, "precision": "bf16"} | options
+    request = Request(source, Hardware.named("a100-80gb"), {"pp": 1, "dp": 8, "tp": 1}, 4, 64, node_size=4, options=given)
+    layout, found, profile = layout_of(request), request.plan(), Profile.of_shape(shape)
+    held, load, codec = memory_of(profile, layout), load_of(profile, layout), options.get("zero_quantized_gradients")
+    assert sum(held[Tier.DEVICE].values()) == pytest.approx(found.peak(Tier.DEVICE, ("forward", "backward", "step")), rel=0.1)
+    for resource in NETWORK:  # of low_rank, formulas know no shapes
+        assert load.total(resource) == pytest.approx(found.trace.total(resource), rel=0.05 if codec == "low_rank" else 0.01)
+    assert layout_of(of_layout(request, layout)) == layout
+
+
+def test_a_codec_that_nobody_knows_is_refused():
+    with pytest.raises(ConfigError, match="zero_quantized_weights: expected True, one of int8, int4, fp8, .*, got 'int6'"):
+        load_of(Profile.of_shape(SHAPE), Layout(dp=8, quantized_weights="int6"))
+
+
 def test_one_plan_tells_of_the_model_whatever_its_stage_and_way_to_reduce(monkeypatch):
     source, hardware = ModelSource("small", lambda: GPT(SHAPE), 32, 1000), Hardware.named("a100-80gb")
     options = [{"stage": 3}, {"stage": 0}, {"stage": 3, "shard_size": 2}, {"stage": 2, "zero_quantized_gradients": "int8"}]

@@ -9,9 +9,15 @@
 No codec communicates or knows a rank: `comm/mesh/compressed.py` and `comm/mesh/low_rank.py` wrap a Comm, and pack, send and unpack.
 """
 
+from ...utils.compression import Compression
 from .base import Codec, ErrorFeedback
 from .block_quantization import CODECS, DEFAULT_BLOCK, codec_of
 from .low_rank import LowRank
 from .top_k import TopK
 
-__all__ = ["CODECS", "DEFAULT_BLOCK", "Codec", "ErrorFeedback", "LowRank", "TopK", "codec_of"]
+__all__ = ["CODECS", "DEFAULT_BLOCK", "Codec", "ErrorFeedback", "LowRank", "TopK", "codec_of", "packing"]
+
+
+def packing(compression: Compression) -> Codec:
+    """Return the codec of a compression other than "low_rank", which packs no values but matrices."""
+    return TopK(compression.ratio) if compression.codec == TopK.name else codec_of(compression.codec, compression.block)

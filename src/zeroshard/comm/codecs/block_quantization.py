@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError, did_you_mean
+from ...utils import compression
 from ...utils.triton import has_triton
 from .base import Codec
 
@@ -69,7 +70,7 @@ class BlockCodec(Codec):
         return self.nblocks(numel) * STEP_NBYTES + (self._codes_nbytes(numel) + 3 & -4)
 
     def _codes_nbytes(self, numel: int) -> int:
-        return numel
+        return -(-numel * compression.CODECS[self.name] // 8)  # blocks are whole bytes
 
     def _chunk_blocks(self, numel: int, device: torch.device) -> int:
         """Return the number of blocks in one pass: as many as stay in the cache, or all of them on a GPU."""
@@ -93,7 +94,7 @@ class BlockCodec(Codec):
         steps_nbytes = self.nblocks(numel) * STEP_NBYTES
         codes = out[steps_nbytes:]
         codes[self._codes_nbytes(numel) :].zero_()
-        if (kernels := _triton_for(values, out)) is not None:
+        if (kernels := self._triton_for(values, out)) is not None:
             return kernels.pack(self.name, self.most, self.block, values, out[:steps_nbytes].view(torch.float32), codes)
         steps = torch.empty(self.nblocks(numel), 1, dtype=torch.float32, device=device)
         passes = _Passes(self, self._chunk_blocks(numel, device), device)
@@ -124,7 +125,7 @@ class BlockCodec(Codec):
 
     def _unpack_stretch(self, packed: Tensor, numel: int, begin: int, out: Tensor) -> None:
         step_bytes, codes = self._parts(packed, numel, begin, out.numel())
-        if (kernels := _triton_for(out, packed)) is not None:
+        if (kernels := self._triton_for(out, packed)) is not None:
             return kernels.unpack(self.name, self.block, step_bytes.view(torch.float32), codes, out, add=False)
         steps = torch.empty(step_bytes.numel() // STEP_NBYTES, 1, dtype=torch.float32, device=out.device)
         steps.view(torch.uint8).view(-1).copy_(step_bytes)  # a copy, since `step_bytes` need not be aligned
@@ -150,10 +151,22 @@ class BlockCodec(Codec):
         """
 
     def _add_stretch(self, packed: Tensor, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
-        if (kernels := _triton_for(total, packed)) is None:
+        if (kernels := self._triton_for(total, packed)) is None:
             return super()._add_stretch(packed, numel, begin, total, term)
         step_bytes, codes = self._parts(packed, numel, begin, total.numel())
         kernels.unpack(self.name, self.block, step_bytes.view(torch.float32), codes, total, add=True)
+
+    def _triton_for(self, values: Tensor, packed: Tensor) -> ModuleType | None:
+        """Return the module of Triton's kernels where it has this codec and these tensors allow them, else None.
+
+        torch's kernels give the same bytes.
+        """
+        # the kernels read steps as fp32, at aligned addresses
+        if values.device.type != "cuda" or packed.data_ptr() % STEP_NBYTES or not has_triton(values.device):
+            return None
+        from . import triton_kernels
+
+        return triton_kernels if self.name in triton_kernels.KINDS else None
 
 
 class _Passes:
@@ -222,9 +235,6 @@ class Int4(Int8):
     unit = 1 / 16  # `_decode` leaves each nibble in the upper half of a byte, which takes one operation
     rounding = ROUNDING + 8  # codes from 1 to 15, so that nothing is borrowed from the other nibble
 
-    def _codes_nbytes(self, numel: int) -> int:
-        return -(-numel // 2)  # blocks are even
-
     def _encode(self, quotients: Tensor, codes: Tensor) -> None:
         bits, half = quotients.view(torch.int32), -(-quotients.shape[1] // 2)
         upper = bits[:, half:]
@@ -266,7 +276,7 @@ class Fp8(BlockCodec):
 CODECS: dict[str, type[BlockCodec]] = {codec.name: codec for codec in (Int8, Int4, Fp8)}
 
 
-def codec_of(name: str, block: int = DEFAULT_BLOCK) -> Codec:
+def codec_of(name: str, block: int = DEFAULT_BLOCK) -> BlockCodec:
     """Return the codec of a name: "int8", "int4" or "fp8". block: values that share one step, a power of two from 32 to 16384.
 
     Raises ConfigError for another name or block.
@@ -274,13 +284,3 @@ def codec_of(name: str, block: int = DEFAULT_BLOCK) -> Codec:
     if name not in CODECS:
         raise ConfigError(f"codec: expected one of {', '.join(CODECS)}, got {name!r}.{did_you_mean(name, CODECS)}")
     return CODECS[name](block)
-
-
-def _triton_for(values: Tensor, packed: Tensor) -> ModuleType | None:
-    """Return the module of Triton's kernels where these tensors allow them, else None: torch's kernels give the same bytes."""
-    # the kernels read steps as fp32, at aligned addresses
-    if values.device.type != "cuda" or packed.data_ptr() % STEP_NBYTES or not has_triton(values.device):
-        return None
-    from . import triton_kernels
-
-    return triton_kernels

@@ -15,7 +15,7 @@ from torch import Tensor
 
 PROGRAM_NUMEL = 2048  # values per program: several blocks, or one longer block
 INT8, INT4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_KINDS = {"int8": 0, "int4": 1, "fp8": 2}
+KINDS = {"int8": 0, "int4": 1, "fp8": 2}  # codec -> number of its kernel
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)  # see block_quantization.ROUNDING
 _SMALL_ROUNDING = tl.constexpr(1.5 * 2.0**14)  # the same for multiples of 2^-9
 _LEAST_STEP = tl.constexpr(2.0**-100)
@@ -27,7 +27,7 @@ def pack(name: str, most: float, block: int, values: Tensor, steps: Tensor, code
         values = values.float()
     rows = max(PROGRAM_NUMEL // block, 1)
     _pack[(-(-steps.numel() // rows),)](
-        values, steps, codes, values.numel(), BLOCK=block, ROWS=rows, KIND=_KINDS[name], FACTOR=1 / most, enable_fp_fusion=False
+        values, steps, codes, values.numel(), BLOCK=block, ROWS=rows, KIND=KINDS[name], FACTOR=1 / most, enable_fp_fusion=False
     )
 
 
@@ -35,7 +35,7 @@ def unpack(name: str, block: int, steps: Tensor, codes: Tensor, out: Tensor, *, 
     """Compute out (n,) fp32 = [out +] the values of steps (nblocks or more,) fp32 and codes (bytes or more,) uint8."""
     rows = max(PROGRAM_NUMEL // block, 1)
     _unpack[(-(-out.numel() // (block * rows)),)](
-        steps, codes, out, out.numel(), BLOCK=block, ROWS=rows, KIND=_KINDS[name], ADD=add, enable_fp_fusion=False
+        steps, codes, out, out.numel(), BLOCK=block, ROWS=rows, KIND=KINDS[name], ADD=add, enable_fp_fusion=False
     )
 
 

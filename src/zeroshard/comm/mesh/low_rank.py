@@ -7,12 +7,13 @@ Two small all-reduces replace one reduction: their result is the same on all ran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ...memory.ledger import RESIDUALS, Ledger
+from ...memory.ledger import RESIDUALS, Ledger, making
 from ...tensor.flat_layout import round_up
 from ..base import Collective, Comm, Hop, Region, Reserved, Wrapper
 from ..codecs import LowRank
@@ -35,7 +36,8 @@ class LowRankReductions(Wrapper):
 
     def expect(self, tag: int, slots: Sequence[tuple[int, Sequence[int]]], numel: int) -> None:
         """Make the LowRank of a tag. slots: (offset, shape) of each parameter; numel: elements of the whole tensor."""
-        factors = LowRank(slots, numel, rank=self.rank_of_factors, seed=tag, device=self.device)
+        with making():
+            factors = LowRank(slots, numel, rank=self.rank_of_factors, seed=tag, device=self.device)
         self._factors[tag] = factors
         self.ledger.enter(RESIDUALS, 4 * factors.state_numel)
         self._numel = max(self._numel, *map(self._padded, factors.sent_numels))
@@ -70,7 +72,11 @@ class LowRankReductions(Wrapper):
     def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Hop]:
         if kind != "reduce" or not self.active():
             return self.comm.hops(kind, numel, dtype, tag)
-        parts = [self._padded(sent) // self.world_size for sent in self._factors[tag].sent_numels]
+        if tag in self._factors:
+            sent_numels = self._factors[tag].sent_numels
+        else:  # formulas of the planner know no shapes: one square matrix
+            sent_numels = (self.rank_of_factors * math.isqrt(numel * self.world_size),) * 2
+        parts = [self._padded(sent) // self.world_size for sent in sent_numels]
         return [hop for part in parts for kind in ("reduce", "gather") for hop in self.comm.hops(kind, part, torch.float32)]
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:

@@ -23,8 +23,7 @@ from ...memory.ledger import Ledger
 from ...tensor.distributed import Distribution
 from ...utils.compression import Compression
 from ..base import Comm, DirectComm, Reserved
-from ..codecs import TopK, codec_of
-from ..codecs.base import Codec
+from ..codecs import packing
 from ..fake import FakeComm, Imagination, imagination
 from .axes import Axes, Divided, Parts
 from .compressed import CompressedGathers, CompressedReductions, Errors
@@ -245,7 +244,7 @@ class _Packing:
             return comm
         active = functools.partial(self.warm, compression.warmup_steps)
         feedback = compression.error_feedback or compression.codec == "top_k"  # top-k stalls without it
-        return CompressedReductions(comm, _codec(compression), self.ledger, active, self.errors, feedback=feedback)
+        return CompressedReductions(comm, packing(compression), self.ledger, active, self.errors, feedback=feedback)
 
     def factors(self, comm: Comm, control: Comm) -> Comm:
         """Return a Comm whose reductions send factors of matrices, over all hops at once."""
@@ -263,7 +262,7 @@ class _Packing:
         if compression is None or comm.world_size == 1 or self._skips(reads, compression, "parameters"):
             return comm
         active = functools.partial(self.warm, compression.warmup_steps)
-        return CompressedGathers(comm, _codec(compression), self.ledger, active, self.errors)
+        return CompressedGathers(comm, packing(compression), self.ledger, active, self.errors)
 
     def _skips(self, comm: Comm, compression: Compression, what: str) -> bool:
         """Return True where compression saves nothing, since ranks read each other's memory; add a note to the report."""
@@ -307,9 +306,3 @@ def _halves(comm: DirectComm, parts: Parts) -> tuple[DirectComm, DirectComm]:
     else:
         inner = comm.subgroup(parts)
     return inner, comm.subgroup([list(ranks) for ranks in zip(*parts, strict=True)])
-
-
-def _codec(compression: Compression) -> Codec:
-    if compression.codec == "top_k":
-        return TopK(compression.ratio)
-    return codec_of(compression.codec, compression.block)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...comm.codecs import packing
 from ...comm.mesh.topology import Topology, imagined_topology
 from ...config import DEVICE_NAMES, PRECISIONS, STAGES, STATES, Config, Tier
 from ...errors import ConfigError, did_you_mean
@@ -22,6 +23,7 @@ from ...memory.estimate import rests_away
 from ...tensor.state_codecs import coded_column
 from ...tensor.state_column import StateColumn
 from ...utils.axes import DP, EP, PLANNED, SP, TP
+from ...utils.compression import GRADIENT_CODECS, Compression
 from ...utils.state_format import FORMATS, StateFormat
 from ..simulator.trace import Resource
 
@@ -31,8 +33,7 @@ _CHECKPOINT_WORDS = {
     "none": "", "blocks": ", activations checkpointed", "partitioned": ", activations checkpointed, in parts over tp",
     "host": ", activations checkpointed on the host",
 }  # fmt: skip
-_PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value; in addition each block of 256 has a step of 4 bytes
-_STEP_NBYTES = 4 / 256
+_SAMPLE_NUMEL = 1 << 20  # elements whose packed bytes stand for those of any buffer
 
 # the fields that determine a layout's Comms
 _ROUTES = (
@@ -81,8 +82,8 @@ class Layout:
     precision: str = "bf16"
     shard_size: int | None = None
     hpz: int = 1
-    quantized_weights: str | None = None
-    quantized_gradients: str | None = None
+    quantized_weights: str | Compression | None = None
+    quantized_gradients: str | Compression | None = None
     node_size: int = 8
     hops: str = "two"
     prefetch_nbytes: int | None = Config.prefetch_nbytes
@@ -228,7 +229,7 @@ class Layout:
         words += [f"{name} on {tier.value}" for name, tier in places if tier is not Tier.DEVICE]
         words += [f"groups of {self.shard_size}"] * (self.shard_size is not None) + [f"hpZ {self.hpz}"] * (self.hpz > 1)
         packed = {"weights": self.quantized_weights, "gradients": self.quantized_gradients}
-        words += [f"{what} in {codec}" for what, codec in packed.items() if codec]
+        words += [f"{what} in {getattr(given, 'codec', given)}" for what, given in packed.items() if given]
         words += [f"optimizer states in {self.optimizer_states}"] * (self.state_format is not None)
         words += ["masters split" if self.master_weights else "no masters"] * (self.master_weights is not True)
         shared = f"shared by {self.sp} ranks" if self.sp > 1 else "a rank"
@@ -275,6 +276,12 @@ def exchange(
     return hops
 
 
-def packed_nbytes(codec: str | None, itemsize: int) -> float:
-    """Return the bytes of an element as it is sent: packed by a codec, or as it is."""
-    return itemsize if codec is None else _PACKED[codec] + _STEP_NBYTES
+def packed_nbytes(given: str | Compression | None, itemsize: int) -> float:
+    """Return the bytes of an element as it is packed, or as it is: also for "low_rank", which packs no elements.
+
+    given: a value of the options zero_quantized_weights and zero_quantized_gradients. Raises ConfigError for an unknown codec.
+    """
+    compression = Compression.of(given, "codec", GRADIENT_CODECS)
+    if compression is None or compression.codec == "low_rank":
+        return itemsize
+    return packing(compression).packed_nbytes(_SAMPLE_NUMEL) / _SAMPLE_NUMEL

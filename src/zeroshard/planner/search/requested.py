@@ -38,10 +38,7 @@ def layout_of(request: Request) -> Layout:
     config, kept = request.config, request.checkpointing
     named = kept if isinstance(kept, Mapping) else {}
     checkpointing = "host" if "offload" in named else "partitioned" if "partition" in named else "blocks" if kept else "none"
-    packed: dict[str, Any] = {
-        name: getattr(getattr(config, f"zero_{name}"), "codec", None) for name in ("quantized_weights", "quantized_gradients")
-    }
-    packed = {name: codec if codec in ("int8", "int4", "fp8") else None for name, codec in packed.items()}
+    packed: dict[str, Any] = {name: getattr(config, f"zero_{name}") for name in ("quantized_weights", "quantized_gradients")}
     sizes: dict[str, Any] = {**request.axes, **request.tiles}
     return Layout(
         **sizes, stage=config.stage, optimizer=config.offload_optimizer.tier, gradient=config.offload_gradient.tier,
