@@ -118,6 +118,13 @@ def test_a_script_unchanged(tmp_path):
     assert _run("", "-m", "zeroshard.deepspeed", "-m", "train", "--local_rank=0", PYTHONPATH=path) == expected
 
 
+def test_options_of_the_launcher_are_given_to_it():
+    """As the installed command takes them; what it starts: test_deepspeed_launcher.py."""
+    command = [sys.executable, "-m", "zeroshard.deepspeed", "--num_nodes", "1", "--num_gpus", "1", "none.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "there is no script 'none.py' (--module runs a module)" in done.stderr
+
+
 def test_the_folder_is_complete():
     assert (SITE / "deepspeed" / "__init__.py").exists()
     assert "Version: 0.19.8+zeroshard" in next(SITE.glob("deepspeed-*.dist-info/METADATA")).read_text()

@@ -1,4 +1,7 @@
-"""python -m zeroshard.deepspeed script.py ... | -m module ...: run it with `import deepspeed` finding zeroshard."""
+"""python -m zeroshard.deepspeed script.py ... | -m module ...: run it with `import deepspeed` finding zeroshard.
+
+Options before the script (--num_gpus 2 script.py ...) are those of `zeroshard-deepspeed`, which starts ranks.
+"""
 
 import importlib
 import os
@@ -7,7 +10,10 @@ import sys
 
 from ..integrations.deepspeed.door import install
 
-USAGE = "usage: python -m zeroshard.deepspeed script.py [arguments]  |  python -m zeroshard.deepspeed -m module [arguments]"
+USAGE = (
+    "usage: python -m zeroshard.deepspeed script.py [arguments]  |  python -m zeroshard.deepspeed -m module [arguments]  |  "
+    "python -m zeroshard.deepspeed [options of zeroshard-deepspeed: --num_gpus 2, ...] script.py [arguments]"
+)
 
 
 def main() -> None:
@@ -16,6 +22,10 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(USAGE, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr)
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
+    if arguments[0].startswith("-") and arguments[0] != "-m":
+        from ..integrations.deepspeed.launcher import command
+
+        sys.exit(command())
     install()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
