@@ -105,6 +105,35 @@ def test_other_accumulations(stage, loop):
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_that_is_summed_locally_is_shown_as_this_rank_has_it(stage):
+    """Inside of coalesce_grad_reduction, without a message to other ranks; after it, it is the mean."""
+    step = batches(2, 3)[0]
+
+    def local(rank):
+        model = net()
+        for micro in step:
+            (model(*micro[rank]) / 3).backward()
+        return [param.grad for param in model.parameters()]
+
+    def body(rank):
+        engine, *_ = deepspeed.initialize(model=net(), config=config(stage, 2, 3))
+        params = list(engine.module.parameters())
+        with engine.coalesce_grad_reduction():
+            assert all(deepspeed.utils.safe_get_full_grad(param) is None for param in params)
+            for micro in step:
+                engine.backward(engine(*micro[rank]))
+            inside = [deepspeed.utils.safe_get_full_grad(param) for param in params if rank == 0]  # the other rank is not asked
+        return inside, [deepspeed.utils.safe_get_full_grad(param) for param in params]
+
+    (inside, after), (_, other) = run_threads(2, body)
+    sums = [local(rank) for rank in range(2)]
+    torch.testing.assert_close(inside, sums[0], rtol=1e-5, atol=1e-7)
+    means = [sum(each) / 2 for each in zip(*sums, strict=True)]
+    torch.testing.assert_close(after, means, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(other, means, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_no_sync_sums_locally(stage):
     def body(rank):

@@ -317,6 +317,10 @@ class GradientBuffer:
         """True if zs.accumulate holds local sums back."""
         return any(self._sums.held)
 
+    def local_sum(self, index: int) -> Tensor | None:
+        """Return the sum of this rank's gradients of slot `index` that zs.accumulate holds back; None if it holds none."""
+        return self._sums.views[index] if self._sums.held[index] else None
+
     def _begin_resting(self) -> None:
         """Copy the reduced shard out of the resting buffer, which is about to take local sums."""
         if self._work is not None:

@@ -35,6 +35,10 @@ def _get(part_of: Callable[..., ParameterPart], param: Tensor, key: str | None =
     found = part.local() if local else part.full()
     if found is None and key is not None and (names := part.names()):  # type: ignore[attr-defined]
         raise ValueError(f"{key!r} not found in the optimizer state of {part.home.name}, which has {', '.join(names)}.")
+    return _in_fp32(found)
+
+
+def _in_fp32(found: Tensor | None) -> Tensor | None:
     floating = isinstance(found, Tensor) and found.is_floating_point() and found.dtype != torch.float64
     return found.float() if floating else found
 
@@ -70,8 +74,18 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """Return the whole mean gradient (collective); the gradient of a parameter of no sharded model as it is."""
-    return param.grad if home_of(param) is None else _get(gradient_of, param)
+    """Return the whole mean gradient (collective); the gradient of a parameter of no sharded model as it is.
+
+    While the engine sums locally (`no_sync`, `coalesce_grad_reduction`, micro-steps of stages 0 and 1), return the sum that this
+    rank has, without the loss scale, as DeepSpeed does (not collective).
+    """
+    home = home_of(param)
+    if home is None:
+        return param.grad
+    if isinstance(home, ParamHome) and (grads := home.group.grads) is not None and not home.group.runtime.sync:
+        found = grads.local_sum(home.index)
+        return None if found is None else _in_fp32(found / home.group.runtime.progress.loss_scale)
+    return _get(gradient_of, param)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:

@@ -169,7 +169,7 @@ class OneCycle(_Schedule):
             raise ValueError(f"cycle_second_step_size: expected at least 0 steps, got {cycle_second_step_size}")
         self.rise = first, cycle_first_stair_count
         self.fall = second, cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.total_size = first + second
+        self.total_size, self.step_ratio = first + second, first / (first + second)
         self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
         self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
         self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
