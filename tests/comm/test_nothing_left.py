@@ -16,7 +16,7 @@ def _threads() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
-def _model(choice: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _model(choice: object) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -50,9 +50,12 @@ def _life(rank: int, world_size: int, choice: str, folder: str) -> dict[str, lis
     del saving, model, optimizer, other
     gc.collect()
     found["dropped"] = _threads()
-    model, optimizer = _model(choice)
-    _step(model, optimizer)
+    part, whole = dist.new_group(list(range(world_size))), dist.group.WORLD  # as torch.distributed.nn keeps it, in defaults
+    models = [_model(each) for each in (choice, part)]
+    for model, optimizer in models:
+        _step(model, optimizer)
     dist.destroy_process_group()
+    assert not dist.is_initialized() and whole is not None
     found["group destroyed"] = _threads()
     return found
 

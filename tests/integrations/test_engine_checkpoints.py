@@ -372,6 +372,10 @@ def test_whole_weights_beside_the_checkpoint(tmp_path):
     state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert state.keys() == set(TIED) and state["seen"].dtype == torch.int64 and state["head.weight"] is state["embedding.weight"]
     assert all(torch.equal(state[name], value) for name, value in zs.full_state_dict(engine.module).items())
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "torch")
+    whole = torch.load(tmp_path / "torch" / "pytorch_model.bin")
+    assert whole["head.weight"] is whole["embedding.weight"] and list(whole) == list(state)
+    assert all(torch.equal(value, state[name]) for name, value in whole.items())
     for _ in range(2):  # what is there is replaced
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path, safe_serialization=True)
     assert (tmp_path / "model.safetensors").exists() and not list(tmp_path.glob(".zero_to_fp32*"))

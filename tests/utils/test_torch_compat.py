@@ -2,6 +2,7 @@
 
 import ast
 import datetime
+import weakref
 from pathlib import Path
 
 import private_names
@@ -164,9 +165,13 @@ def test_groups():
     torch_compat.clear_sharding_caches()
     torch.distributed.init_process_group("fake", store=torch_compat.FakeStore(), rank=0, world_size=2)
     try:
-        torch_compat.set_timeout(datetime.timedelta(seconds=5), torch.distributed.group.WORLD)
+        group, gone = torch.distributed.group.WORLD, []
+        torch_compat.set_timeout(datetime.timedelta(seconds=5), group)
+        weakref.finalize(torch_compat.dies_with(group), gone.append, "the group")
+        assert not gone
     finally:
         torch.distributed.destroy_process_group()
+    assert gone == ["the group"] and group is not None
 
 
 def operators_of_two_steps(mode):

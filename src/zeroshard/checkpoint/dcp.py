@@ -136,11 +136,11 @@ def make_state_dict_file(
 ) -> dict[str, StoredTensor]:
     """Make a file of torch.save for a state dict, without the tensors' bytes. Return where each tensor lies by name.
 
-    tensors: name -> (dtype, shape). ties: other name -> name, sharing storage. objects: values that are no tensors, by name.
+    tensors: name -> (dtype, shape). ties: other name -> name, of the same tensor. objects: values that are no tensors, by name.
     """
     keys = {name: str(number) for number, name in enumerate(tensors)}
     state: dict[str, object] = {name: _Described(*tensors[name], keys[name]) for name in tensors}
-    state |= {alias: _Described(*tensors[name], keys[name]) for alias, name in ties.items()}
+    state |= {alias: state[name] for alias, name in ties.items()}  # one object, so that a load gives one tensor
     pickled = io.BytesIO()
     pickler = _StatePickler(pickled)
     pickler.dump(state | dict(objects))

@@ -88,7 +88,7 @@ def export(
     """Write the model of a checkpoint as safetensors, which `from_pretrained` reads, or as a file of torch.save.
 
     It needs one process without process group, device or network, and some MiB of memory whatever the model's size. In
-    safetensors tied tensors are written once, with their other names in the metadata; in torch's format they share storage. What
+    safetensors tied tensors are written once, with their other names in the metadata; in torch's format they are one tensor. What
     modules keep in state dicts that is no tensor (`get_extra_state`) is written in torch's format only. A line on stderr names
     what is left out.
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, did_you_mean
+from ..utils import torch_compat
 from ..utils.host import host_identity, node_identity
 from .base import DirectComm
 from .failure import failure_of, last_words, note_exits
@@ -100,17 +101,24 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
     world = dist.group.WORLD
     key = (id(world), choice, device)
     if key not in _by_group:
-        comm = _by_group[key] = _connect(choice, device, stall_timeout_s)
-        weakref.finalize(world, _group_gone, key).atexit = False
-        _live.add(comm)
-        _hook_failures()
+        _by_group[key] = _known(_connect(choice, device, stall_timeout_s), world)
     return _by_group[key]
 
 
-def _group_gone(key: tuple) -> None:
+def _known(comm: DirectComm, group: dist.ProcessGroup) -> DirectComm:
+    """Let the Comm of a process group tell its peers of failures, and rest as the group is destroyed. Return it."""
+    weakref.finalize(torch_compat.dies_with(group), _group_gone, weakref.ref(comm)).atexit = False
+    _live.add(comm)
+    _hook_failures()
+    return comm
+
+
+def _group_gone(where: weakref.ref[DirectComm]) -> None:
     """Drop the Comm of a destroyed process group, and end its desk's thread: a program may keep the Comm, but no peer asks."""
-    comm = _by_group.pop(key, None)
+    comm = where()
     if comm is not None:
+        for key in [key for key, known in _by_group.items() if known is comm]:
+            del _by_group[key]
         comm.desk.rest()
 
 
@@ -138,10 +146,7 @@ def _of_group(group: object, device: torch.device, stall_timeout_s: float, optio
     if is_imagined():
         world = FakeComm(dist.get_rank(), dist.get_world_size(), device)
         return world.subgroup([dist.get_process_group_ranks(group)])
-    comm = DistComm(group, device, stall_timeout_s)
-    _live.add(comm)
-    _hook_failures()
-    return comm
+    return _known(DistComm(group, device, stall_timeout_s), group)
 
 
 def _solo(device: torch.device, stall_timeout_s: float) -> DirectComm:

@@ -311,6 +311,14 @@ file_writer: Any = torch._C.PyTorchFileWriter  # path -> zip writer of torch.sav
 file_reader: Any = torch._C.PyTorchFileReader  # path -> zip reader of torch.load
 
 
+def dies_with(group: dist.ProcessGroup) -> object:
+    """Return an object that torch drops when a process group is destroyed.
+
+    The group itself may live on: functions of torch.distributed.nn keep the default group as an argument's default.
+    """
+    return dist.distributed_c10d._world.pg_map[group][1] or group  # its store
+
+
 def clear_sharding_caches() -> None:
     """Clear DTensor's caches of sharding propagation."""
     from torch.distributed.tensor import debug
