@@ -108,7 +108,7 @@ class Buffer:
 
 def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
     """Return what a state dict has besides parameters: every buffer once, and tensors that hooks compute for it, by name."""
-    params, found = {id(param) for param in model.parameters()}, dict[int, tuple[Tensor, list[str]]]()
+    params, found = {id(param) for _, param in nn.Module.named_parameters(model)}, dict[int, tuple[Tensor, list[str]]]()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found.setdefault(id(buffer), (buffer, []))[1].append(own_name(model, name))
     kept: dict[int, list[str]] = {}

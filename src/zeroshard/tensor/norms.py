@@ -10,6 +10,7 @@ without elements a rank sends the neutral number (0, or inf for a negative order
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -57,16 +58,26 @@ def _combined(tensors: list[Sliced], order: float) -> Tensor:
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     name = f"{'the gradient of ' if tensors[0]._of_gradient else ''}{tensors[0]._home.name}"
     tensors[0]._home.before_meeting("a norm (torch's clipping takes them, zs.clip_grad_norm_(model, max_norm) does not)")
-    payload = bytes([undivided]) + measured.numpy().tobytes()  # undivided may differ between ranks: all raise, or none
+    # undivided may differ between ranks: all raise, or none
+    payload = bytes([undivided]) + _crc_of(tensors) + measured.numpy().tobytes()
     everyone = tensors[0]._home.meeting.exchange(payload, f"norm of {name}{more} (collective: every rank must ask for it)")
     if any(part[0] for part in everyone):
         raise ZeroshardError(
             f"the norm of {name} is not known before the step: zs.backward(model, loss, weight=...) leaves weighted sums, which the step "
             "divides by the sum of weights. Clip with zs.clip_grad_norm_(model, max_norm) or zs.shard(..., max_grad_norm=...)."
         )
-    rows = [torch.frombuffer(bytearray(part[1:]), dtype=torch.float64) for part in everyone]
+    if len({part[1:5] for part in everyone}) > 1:
+        raise ZeroshardError(
+            f"ranks ask for norms of different tensors at once, this one for that of {name}{more}: ask for the same ones in the same "
+            "order on every rank, as of model.parameters(). (DeepSpeed's named_parameters() has a rank's own experts alone.)"
+        )
+    rows = [torch.frombuffer(bytearray(part[5:]), dtype=torch.float64) for part in everyone]
     table = torch.stack(rows)  # (world, tensors)
     return table.sum(0) if order == 0 else torch.linalg.vector_norm(table, order, dim=0)  # order 0 counts elements
+
+
+def _crc_of(tensors: list[Sliced]) -> bytes:
+    return zlib.crc32("\n".join(tensor._home.name for tensor in tensors).encode()).to_bytes(4, "little")
 
 
 def _measured(tensor: Sliced, order: float) -> Tensor:

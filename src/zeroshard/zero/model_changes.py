@@ -65,7 +65,7 @@ class ModelWatch:
         ):
             return
         names = {id(param): name for param, name in self._params}
-        present = {id(p): name for name, p in self.model.named_parameters()}
+        present = {id(p): name for name, p in nn.Module.named_parameters(self.model)}  # torch's own: a program may hide some
         gone = [name for key, name in names.items() if key not in present]
         new = [name for key, name in present.items() if key not in names]
         if gone or new:

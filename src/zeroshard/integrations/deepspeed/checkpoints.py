@@ -160,7 +160,7 @@ class Checkpoints(Settings):
 
     def _own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters under all of their own names."""
-        named = self.module.named_parameters(remove_duplicate=False)
+        named = nn.Module.named_parameters(self.module, remove_duplicate=False)  # those of other ranks' experts too
         return {own_name(self.module, name): param for name, param in named}
 
     def _copy_recovery_script(self, save_path: str | os.PathLike) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...tensor.distributed import distribution_of
+from ...zero.hooks import also_remove
+from ...zero.runtime import runtime_of
 from .sections import DeepSpeedConfigError
 
 _JITTER = 1e-2  # inputs of the gate are multiplied by numbers in 1 - _JITTER .. 1 + _JITTER
@@ -206,6 +210,26 @@ def divide(model: nn.Module, line: DeviceMesh) -> None:
     of_a_layer = "deepspeed_moe.experts.deepspeed_experts"
     names = [f"{name}.{of_a_layer}".lstrip(".") for name, module in model.named_modules() if isinstance(module, MoE)]
     divide_experts(model, line, experts=names)
+
+
+def show_own(model: nn.Module) -> None:
+    """Let the `named_parameters` of a sharded model leave out experts of other ranks, of which a rank has no elements.
+
+    DeepSpeed has no such parameters. `parameters` has them, so that ranks clip and gather the same ones.
+    """
+
+    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, param in type(model).named_parameters(model, *args, **kwargs):
+            distribution = distribution_of(param)
+            if distribution is None or not distribution.absent:
+                yield name, param
+
+    def parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (param for _, param in type(model).named_parameters(model, recurse=recurse))
+
+    shown = {"named_parameters": named_parameters, "parameters": parameters}
+    model.__dict__.update(shown)
+    also_remove(runtime_of(model), [SimpleNamespace(remove=lambda: [model.__dict__.pop(name, None) for name in shown])])
 
 
 # -- deepspeed.moe.utils -----------------------------------------------------------------------------------------

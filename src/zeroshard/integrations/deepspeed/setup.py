@@ -146,6 +146,8 @@ def _initialize(
         model, basic, config, client=client, device=device, local_rank=local_rank, mpu=mpu, collate_fn=collate_fn, monitor=monitor
     )
     partition.attach(model)
+    if expert_ranks > 1:
+        moe.show_own(model)
     partition.here.checks_writes = config.zero_config.enable_sanity_checks
     engine.lr_scheduler = lr_scheduler
     if training_data is not None and isinstance(model, PipelineModule):  # the same samples at all stages, over and over
