@@ -109,7 +109,10 @@ def test_momentum_goes_against_the_rate_and_optimizers_without_betas_have_none()
         seen.append(optimizer.param_groups[0]["betas"][0])
         assert schedule.get_mom() == [(seen[-1], 0.99)]
     assert seen == pytest.approx([0.85, 0.8, 0.85, 0.9, 0.9, 0.9])
-    assert (schedule.total_size, schedule.step_ratio) == (schedule.rise[0] + schedule.fall[0], schedule.rise[0] / schedule.total_size)
+    assert (schedule.total_size, schedule.step_ratio) == (
+        schedule.rise[0] + schedule.fall[0],
+        schedule.rise[0] / schedule.total_size,
+    )
     assert ours.OneCycle(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), **options).get_mom() is None
 
 

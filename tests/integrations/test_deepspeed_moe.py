@@ -68,9 +68,13 @@ def _trains(rank, ranks, folder):
             told[k, ep_size] = train(engine)
             if (k, ep_size) == (1, 2):
                 shown = dict(engine.module.named_parameters())
-                assert len(shown) == len(list(engine.module.parameters())) - 4 and all(param.max() >= param.min() for param in shown.values())
+                assert len(shown) == len(list(engine.module.parameters())) - 4 and all(
+                    param.max() >= param.min() for param in shown.values()
+                )
                 engine(torch.ones(2, 5, WIDTH)).backward()
-                with pytest.raises(zs.ZeroshardError, match=r"ranks ask for norms of different tensors at once.*as of model.parameters\(\)"):
+                with pytest.raises(
+                    zs.ZeroshardError, match=r"ranks ask for norms of different tensors at once.*as of model.parameters\(\)"
+                ):
                     nn.utils.get_total_norm([param.grad for param in shown.values()])
                 norm = nn.utils.get_total_norm([param.grad for param in engine.module.parameters() if param.grad is not None])
                 norms = [each.item() for each in (norm, zs.clip_grad_norm_(engine.module, 100.0))]

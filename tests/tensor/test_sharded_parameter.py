@@ -6,7 +6,9 @@ another over FakeComm, since threads share torch's generator.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import io
 import pickle
 
@@ -256,6 +258,28 @@ def test_whatever_needs_the_whole_raises_with_the_remedy(what):
         assert isinstance(caught.value, zs.ShardedAccessError), f"{type(caught.value)}: {caught.value}"
         assert "first.weight" in str(caught.value) and ("zs." in str(caught.value) or "full_tensor" in str(caught.value))
         same(weight.to_local(), before, what, 0.0)
+
+
+@pytest.mark.parametrize("born", [False, True])
+def test_an_address_tells_parameters_apart_and_is_no_number(born):
+    """Transformers counts parameters by it, and PEFT compares tied ones; who reads at it is refused."""
+    with zs.init(stage=3, comm=FakeComm(1, 2)) if born else contextlib.nullcontext():
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 7))
+        model[2].weight = model[1].weight
+    if not born:
+        model, _ = zs.shard(model, comm=FakeComm(1, 2), stage=3)
+    every = [param for module in model for param in module.parameters()]
+    assert sum({param.data_ptr(): param.numel() for param in every}.values()) == 7 * 5 + 7 * 7 + 3 * 7
+    one, two, weight = model[0].weight, model[0].bias, model[0].weight.detach()
+    assert one.data_ptr() == weight.data_ptr() == weight.view(-1).data_ptr() != two.data_ptr() and one.data_ptr() != 0
+    assert born or one[0].data_ptr() != one.data_ptr()
+    for read in (int, hex, lambda at: at % 16, lambda at: at + 4, lambda at: sorted([at, 5]), lambda at: f"{at:x}"):
+        with pytest.raises(zs.ShardedAccessError, match="weight: this rank holds a slice.*zs.full_state_dict"):
+            read(one.data_ptr())
+    with pytest.raises(TypeError):
+        ctypes.c_void_p(one.data_ptr())
+    with pytest.raises(zs.ShardedAccessError, match="this rank holds a slice"):
+        (one * 2).data_ptr()
 
 
 def test_the_remedy_is_that_of_the_case():

@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
         return _solo(device, stall_timeout_s)
     if is_imagined():
         return FakeComm(dist.get_rank(), dist.get_world_size(), device)  # not kept: it holds no connection
-    world = dist.group.WORLD
+    world: Any = dist.group.WORLD
     key = (id(world), choice, device)
     if key not in _by_group:
         _by_group[key] = _known(_connect(choice, device, stall_timeout_s), world)

@@ -7,12 +7,13 @@ once, with the call that saves the whole.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ..errors import ShardedAccessError
-from .home import Sliced
+from .home import Home, Sliced
 
 _METHOD = 'In a method of another name than forward: zs.register_forward(module, "encode").'
 _NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
@@ -77,7 +78,18 @@ class HasNoMemory(Sliced):
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         self.numpy()
 
-    def data_ptr(self) -> NoReturn:
+    def data_ptr(self) -> Any:
+        """Return what tells a parameter or gradient from others, but is no address: no rank has the memory of the whole tensor.
+
+        Raise ShardedAccessError for a result that was computed from slices.
+        """
+        return (
+            NoAddress(self._home, self._of_gradient, self) if self._of_parameter or self._of_gradient else self.untyped_storage()
+        )
+
+    const_data_ptr = data_ptr
+
+    def untyped_storage(self) -> NoReturn:
         """Raise ShardedAccessError: no rank has the memory of the whole tensor."""
         if self._of_gradient:
             remedy = "take zs.full_gradients(model), on all ranks"
@@ -93,13 +105,25 @@ class HasNoMemory(Sliced):
             f"the whole. To save: {remedy}."
         )
 
-    const_data_ptr = data_ptr
-
-    def untyped_storage(self) -> NoReturn:
-        """Raise ShardedAccessError, as `data_ptr` does."""
-        self.data_ptr()
-
     storage = untyped_storage
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
-        self.data_ptr()
+        self.untyped_storage()
+
+
+@dataclass(frozen=True, repr=False)
+class NoAddress:
+    """What `data_ptr` of a sharded tensor returns: equal for aliases of one parameter or gradient, and no number.
+
+    So programs count shared parameters once, {p.data_ptr(): p.numel() for p in model.parameters()}, and compare tied ones; whoever
+    computes an address from it gets ShardedAccessError, and C code, which expects an int, a TypeError.
+    """
+
+    home: Home
+    of_gradient: bool
+    tensor: HasNoMemory = field(compare=False)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        self.tensor.untyped_storage()
+
+    __int__ = __index__ = __add__ = __radd__ = __sub__ = __mod__ = __lt__ = __gt__ = __le__ = __ge__ = __format__ = _refuse

@@ -39,8 +39,9 @@ def _get(part_of: Callable[..., ParameterPart], param: Tensor, key: str | None =
 
 
 def _in_fp32(found: Tensor | None) -> Tensor | None:
-    floating = isinstance(found, Tensor) and found.is_floating_point() and found.dtype != torch.float64
-    return found.float() if floating else found
+    if not isinstance(found, Tensor) or not found.is_floating_point() or found.dtype == torch.float64:
+        return found
+    return found.float()
 
 
 def _set(
