@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as dtensor_parallel
 
 from .. import api
-from ..activations import router_loss, sequence_parallel
+from ..activations import router_loss
+from ..activations.sequence_parallel import check as check_sequences
 from ..activations.ulysses import sequence_of
 from ..config import Config, Tier, read_layout
 from ..data.sequence import IGNORED, check_same, cut
@@ -103,55 +104,60 @@ def parallelize(
     if "plan" in options:
         raise ConfigError("plan is now styles: zs.parallelize(styles={name: style}), of tensor parallelism.")
     if isinstance(config, (str, os.PathLike)):
-        _check_planned(config, read_layout(config), mesh)
+        planned = read_layout(config)
+        text = planned_otherwise(config, planned, {"dp": mesh.size() // math.prod(sizes.values()), **sizes})
+        if other_model_axes(planned, sizes):
+            raise ConfigError(text)
+        if text and mesh.get_rank() == 0:  # only the numbers of ranks differ
+            print(f"zeroshard: {text}", file=sys.stderr)
     config = Config.build(config, **options)
+
+    # what each axis needs of the model; nothing has changed yet
     divided = divisible(model, sizes["ep"], experts, capacity_factor) if sizes["ep"] > 1 else {}
-    chosen = _styles(model, styles, sizes["tp"], divided)
-    takes = _check_sequence(model) if sizes["sp"] > 1 else frozenset()
+    chosen: ParallelStyles | None = None
+    if sizes["tp"] > 1:
+        chosen = styles if isinstance(styles, ParallelStyles) else styles_for(model, styles)
+        # divided experts are cut by one axis alone
+        kept = {n: s for n, s in chosen.by_name.items() if not any(f"{n}.".startswith(f"{each}.") for each in divided)}
+        chosen = dataclasses.replace(chosen, by_name=kept)
+        if sentences := divides(model, sizes["tp"], chosen):
+            raise ConfigError(" ".join(sentences))
+    takes: frozenset[str] = frozenset()  # names of the forward's arguments
+    if sizes["sp"] > 1:
+        check_sequences(model)
+        parameters = inspect.signature(model.forward).parameters
+        takes = frozenset(parameters)
+        if "position_ids" not in takes and all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+            raise ConfigError(
+                f"sp: the forward of {type(model).__name__} takes no position_ids, by which a rank along sp would know where its tokens stand. "
+                "Give it this argument, (rows, tokens) int64, or leave the axis sp out."
+            )
     coefficient = router_loss.coefficient(model)
-    name, per_rank = _schedule(schedule, stages_per_rank, sizes["pp"])
-    modules, own = [model], [0]
+    name, modules = "1F1B" if schedule is None else schedule_class(schedule)[0], [model]
     if sizes["pp"] > 1:
+        least = 1 if name in SCHEDULES[:2] else 2
+        per_rank = least if stages_per_rank is None else stages_per_rank
         own = stages_of(mesh["pp"].get_local_rank(), sizes["pp"], per_rank, name)
         modules = cut_stages(model, sizes["pp"] * per_rank, own, cuts=cuts, example=example)
-    for module in modules:
-        _apply_part(module, mesh, chosen, sequence_parallel, loss_parallel)
-        _divide_part(module, mesh, divided, capacity_factor)
+
+    for stage in modules:  # of the styles and the experts of the whole model, those that the stage has
+        inside = {name for name, module in stage.named_modules() if not isinstance(module, StandIn)}
+        if chosen is not None:
+            there = inside | {name for name, _ in stage.named_parameters()}
+            part = ParallelStyles(
+                {name: style for name, style in chosen.by_name.items() if name in there},
+                {name: attributes for name, attributes in chosen.divided.items() if name in inside},
+                chosen.head if chosen.head in inside else None,
+            )
+            # logits stay sharded only in the stage with the head; for a model without a head, let `apply` raise its error
+            stays_cut = loss_parallel and (part.head is not None or chosen.head is None)
+            apply(stage, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
+        if here := [each for each in divided if each in inside]:
+            divide_experts(stage, mesh["ep"], experts=here, capacity_factor=capacity_factor)
     made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
     pairs = [api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)]
     context = dtensor_parallel.loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
     return Parallel(mesh, pairs, micro_batches, name, loss, context, coefficient, takes)
-
-
-def _check_sequence(model: nn.Module) -> frozenset[str]:
-    """Return the names of a forward's arguments. Raise ConfigError if a model's tokens can not be computed by ranks along sp."""
-    sequence_parallel.check(model)
-    takes = inspect.signature(model.forward).parameters
-    if "position_ids" not in takes and all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in takes.values()):
-        raise ConfigError(
-            f"sp: the forward of {type(model).__name__} takes no position_ids, by which a rank along sp would know where its tokens stand. "
-            "Give it this argument, (rows, tokens) int64, or leave the axis sp out."
-        )
-    return frozenset(takes)
-
-
-def _divide_part(stage: nn.Module, mesh: DeviceMesh, divided: Iterable[str], capacity_factor: float | None) -> None:
-    """Divide those of the whole model's modules of experts that this stage has."""
-    here = [name for name, module in stage.named_modules() if name in divided and not isinstance(module, StandIn)]
-    if here:
-        divide_experts(stage, mesh["ep"], experts=here, capacity_factor=capacity_factor)
-
-
-def _apply_part(
-    stage: nn.Module, mesh: DeviceMesh, styles: ParallelStyles | None, sequence_parallel: bool, loss_parallel: bool
-) -> None:
-    """Apply those of the whole model's styles for which this stage has modules; None: there is no axis tp."""
-    if styles is None:
-        return
-    part = _of_stage(styles, stage)
-    # logits stay sharded only in the stage with the head; for a model without a head, let `apply` raise its error
-    stays_cut = loss_parallel and (part.head is not None or styles.head is None)
-    apply(stage, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
 
 
 def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh) -> list[torch.optim.Optimizer]:
@@ -190,16 +196,6 @@ def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
     return made
 
 
-def _check_planned(path: str | os.PathLike, planned: Mapping[str, int], mesh: DeviceMesh) -> None:
-    """Raise ConfigError if a planned layout has other model axes than the mesh; print on rank 0 if only the ranks differ."""
-    sizes = _sizes(mesh)
-    text = planned_otherwise(path, planned, {"dp": mesh.size() // math.prod(sizes.values()), **sizes})
-    if other_model_axes(planned, sizes):
-        raise ConfigError(text)
-    if text and mesh.get_rank() == 0:
-        print(f"zeroshard: {text}", file=sys.stderr)
-
-
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy (nats) of logits (batch, seq, tokens) over targets (batch, seq) that are not -100, or 0."""
     total = summed_loss(logits, targets)
@@ -222,45 +218,6 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
         )
     found = dict(zip(names, mesh.shape, strict=True))
     return {name: found.get(name, 1) for name in ("pp", "ep", "sp", "tp")}
-
-
-def _styles(
-    model: nn.Module, styles: ParallelStyles | Mapping[str, Style] | None, tp: int, divided: Iterable[str]
-) -> ParallelStyles | None:
-    """Return the styles along tp, without those of divided experts, which are cut by one axis alone."""
-    if tp == 1:
-        return None
-    styles = styles if isinstance(styles, ParallelStyles) else styles_for(model, styles)
-    kept = {n: s for n, s in styles.by_name.items() if not any(f"{n}.".startswith(f"{each}.") for each in divided)}
-    styles = dataclasses.replace(styles, by_name=kept)
-    sentences = divides(model, tp, styles)
-    if sentences:
-        raise ConfigError(" ".join(sentences))
-    return styles
-
-
-def _schedule(schedule: str | None, per_rank: int | None, pp: int) -> tuple[str, int]:
-    """Return the schedule's name and the number of stages on each rank."""
-    if pp == 1:
-        if schedule is not None:
-            schedule_class(schedule)
-        return schedule or "1F1B", 1
-    name, _ = schedule_class(schedule or "1F1B")
-    least = 1 if name in SCHEDULES[:2] else 2
-    per_rank = least if per_rank is None else per_rank
-    stages_of(0, pp, per_rank, name)
-    return name, per_rank
-
-
-def _of_stage(styles: ParallelStyles, stage: nn.Module) -> ParallelStyles:
-    """Return the whole model's styles for those modules and parameters that this stage has."""
-    modules = {name for name, module in stage.named_modules() if not isinstance(module, StandIn)}
-    there = modules | {name for name, _ in stage.named_parameters()}
-    return ParallelStyles(
-        {name: style for name, style in styles.by_name.items() if name in there},
-        {name: attributes for name, attributes in styles.divided.items() if name in modules},
-        styles.head if styles.head in modules else None,
-    )
 
 
 class Parallel:

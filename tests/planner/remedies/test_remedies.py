@@ -177,12 +177,12 @@ def test_each_change_says_what_to_write_in_the_program_and_what_it_frees():
         now = memory_of(formulas.profile, layout_of(after))[Tier.DEVICE]
         assert sum(now.get(name, 0) for name in of[row.frees]) < sum(held.get(name, 0) for name in of[row.frees]), row.frees
         assert (
-            row.program(asked, after)
-            and not row.program(asked, asked)
-            and row.flags(asked, after)
-            and not row.flags(asked, asked)
+            row.words(asked, after)[1]
+            and not row.words(asked, asked)[1]
+            and row.words(asked, after)[0]
+            and not row.words(asked, asked)[0]
         )
-        assert [other for other in CHANGES if other.program(asked, after)] == [row]
+        assert [other for other in CHANGES if other.words(asked, after)[1]] == [row]
 
 
 def test_tokens_over_sp_and_tiles_are_offered_where_activations_are_short_and_fit_by_their_own_dry_run():
@@ -204,7 +204,7 @@ def test_experts_over_ep_are_offered_and_fit_by_their_own_dry_run(tmp_path):
     asked = replace(asked, source=source_of(str(tmp_path)))
     assert {"--mesh dp=2,ep=2", "--mesh ep=4"} <= set(offered(asked))
     changed = next(CHANGES[1].offers(asked))
-    assert [row.program(asked, changed) for row in CHANGES if row.program(asked, changed)] == [
+    assert [row.words(asked, changed)[1] for row in CHANGES if row.words(asked, changed)[1]] == [
         'zs.divide_experts over an axis "ep" of 2 ranks'
     ]
     plans = asked.plans()

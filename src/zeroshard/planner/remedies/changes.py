@@ -140,10 +140,15 @@ def _with(request: Request, **options: object) -> Request:
     return replace(request, options={**request.options, **options})
 
 
-def _mesh_flags(before: Request, after: Request) -> list[str]:
-    words = [f"--ranks {after.ranks}"] * (after.ranks != before.ranks)
+# the words for what one row changed: options of the command line, and a phrase for the program; nothing where it changed nothing
+Words = tuple[list[str], str]
+
+
+def _mesh_words(before: Request, after: Request) -> Words:
+    times, words = after.ranks // before.ranks, [f"--ranks {after.ranks}"] * (after.ranks != before.ranks)
     alone = _along(before, after) == [1, 1] and after.axes != before.axes  # else the axis's own row says it
-    return words + _axes_flags(after) * (alone and (cuts_model(after.axes) or _beside_dp(after)))
+    words += _axes_flags(after) * (alone and (cuts_model(after.axes) or _beside_dp(after)))
+    return words, f"{times} times as many ranks, with as many sequences on each" if times > 1 else ""
 
 
 def _axes_flags(after: Request) -> list[str]:
@@ -155,39 +160,22 @@ def _along(before: Request, after: Request) -> list[int]:
     return [after.axes.get(axis, 1) // before.axes.get(axis, 1) for axis in (EP, SP)]
 
 
-def _experts_flags(before: Request, after: Request) -> list[str]:
-    return _axes_flags(after) * (_along(before, after)[0] > 1)
+def _experts_words(before: Request, after: Request) -> Words:
+    if _along(before, after)[0] <= 1:
+        return [], ""
+    return _axes_flags(after), f'zs.divide_experts over an axis "ep" of {after.axes[EP]} ranks'
 
 
-def _experts_program(before: Request, after: Request) -> str:
-    return f'zs.divide_experts over an axis "ep" of {after.axes[EP]} ranks' if _along(before, after)[0] > 1 else ""
-
-
-def _tokens_flags(before: Request, after: Request) -> list[str]:
-    return _axes_flags(after) * (_along(before, after)[1] > 1)
-
-
-def _tokens_program(before: Request, after: Request) -> str:
+def _tokens_words(before: Request, after: Request) -> Words:
+    if _along(before, after)[1] <= 1:
+        return [], ""
     mesh = {"dp": after.axes[DP], "sp": after.axes.get(SP, 1)}
-    return f"zs.shard(..., mesh={mesh}) and zs.SequenceLoader" if _along(before, after)[1] > 1 else ""
+    return _axes_flags(after), f"zs.shard(..., mesh={mesh}) and zs.SequenceLoader"
 
 
-def _tiles_flags(before: Request, after: Request) -> list[str]:
-    return [f"--{name.replace('_', '-')} {size}" for name, size in after.tiles.items() if before.tiles.get(name) != size]
-
-
-def _tiles_program(before: Request, after: Request) -> str:
-    return f"zs.long_context(..., {written(after.tiles)})" if after.tiles != before.tiles else ""
-
-
-def _mesh_program(before: Request, after: Request) -> str:
-    times = after.ranks // before.ranks
-    return f"{times} times as many ranks, with as many sequences on each" if times > 1 else ""
-
-
-def _rows_flags(before: Request, after: Request) -> list[str]:
-    words = [f"--micro-batch {after.rows}"] * (after.rows != before.rows)
-    return words + [f"--accumulate {after.micro_batches}"] * (after.micro_batches != before.micro_batches)
+def _tiles_words(before: Request, after: Request) -> Words:
+    words = [f"--{name.replace('_', '-')} {size}" for name, size in after.tiles.items() if before.tiles.get(name) != size]
+    return words, f"zs.long_context(..., {written(after.tiles)})" if after.tiles != before.tiles else ""
 
 
 def sums_up(request: Request) -> bool:
@@ -195,64 +183,51 @@ def sums_up(request: Request) -> bool:
     return request.config.row.gradient is not Placement.SHARDED
 
 
-def _rows_program(before: Request, after: Request) -> str:
-    times = before.rows // after.rows
-    summed = ", and zs.accumulate around all but the last" * sums_up(after)
-    return f"1/{times} of the sequences at a time in {times} times as many micro-batches{summed}" if times > 1 else ""
+def _rows_words(before: Request, after: Request) -> Words:
+    words = [f"--micro-batch {after.rows}"] * (after.rows != before.rows)
+    words += [f"--accumulate {after.micro_batches}"] * (after.micro_batches != before.micro_batches)
+    times, summed = before.rows // after.rows, ", and zs.accumulate around all but the last" * sums_up(after)
+    program = f"1/{times} of the sequences at a time in {times} times as many micro-batches{summed}"
+    return words, program if times > 1 else ""
 
 
-def _checkpoint_flags(before: Request, after: Request) -> list[str]:
+def _checkpoint_words(before: Request, after: Request) -> Words:
     if after.checkpointing == before.checkpointing:
-        return []
+        return [], ""
     kept, given = (each.checkpointing if isinstance(each.checkpointing, Mapping) else {} for each in (before, after))
     named = {"partition": "--partition-activations", "offload": "--offload-activations cpu"}
-    return [named[name] for name in given if name not in kept] or ["--checkpoint-activations"]
-
-
-def _checkpoint_program(before: Request, after: Request) -> str:
-    if after.checkpointing == before.checkpointing:
-        return ""
-    given = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
-    return f"zs.checkpoint_activations({', '.join(['model', *(f'{name}={value!r}' for name, value in given.items())])})"
+    words = [named[name] for name in given if name not in kept] or ["--checkpoint-activations"]
+    return words, f"zs.checkpoint_activations({', '.join(['model', *(f'{name}={value!r}' for name, value in given.items())])})"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A row of CHANGES. frees: what a rank holds less of. offers: yields changed requests.
-
-    flags, program: return what was changed in words of the command line, and of the program; nothing where this row changed nothing.
-    """
+    """A row of CHANGES. frees: what a rank holds less of. offers: yields changed requests. words: says what was changed."""
 
     frees: str
     offers: Callable[[Request], Iterator[Request]]
-    flags: Callable[[Request, Request], list[str]]
-    program: Callable[[Request, Request], str]
+    words: Callable[[Request, Request], Words]
 
 
 def _of_shard(frees: str, offers: Callable[[Request], Iterator[Request]], *options: str) -> Change:
     """Return a row that sets options of zs.shard."""
 
-    def chosen(before: Request, after: Request) -> dict[str, object]:
-        return {name: value for name, value in changes(before, after).items() if name in options}
+    def words(before: Request, after: Request) -> Words:
+        found = {name: value for name, value in changes(before, after).items() if name in options}
+        flags = [f"--{FLAGS.get(name, name).replace('_', '-')} {value}" for name, value in found.items()]
+        return flags, f"zs.shard(..., {written(found)})" if found else ""
 
-    def flags(before: Request, after: Request) -> list[str]:
-        return [f"--{FLAGS.get(name, name).replace('_', '-')} {value}" for name, value in chosen(before, after).items()]
-
-    def program(before: Request, after: Request) -> str:
-        found = chosen(before, after)
-        return f"zs.shard(..., {written(found)})" if found else ""
-
-    return Change(frees, offers, flags, program)
+    return Change(frees, offers, words)
 
 
 CHANGES = (
-    Change("model states", _meshes, _mesh_flags, _mesh_program),
-    Change("model states", _experts, _experts_flags, _experts_program),
-    Change(ACTIVATIONS, _tokens, _tokens_flags, _tokens_program),
+    Change("model states", _meshes, _mesh_words),
+    Change("model states", _experts, _experts_words),
+    Change(ACTIVATIONS, _tokens, _tokens_words),
     _of_shard("model states", _states, *STATES, "stage"),
-    Change(ACTIVATIONS, _rows, _rows_flags, _rows_program),
-    Change(ACTIVATIONS, _checkpoints, _checkpoint_flags, _checkpoint_program),
-    Change(ACTIVATIONS, _tiles, _tiles_flags, _tiles_program),
+    Change(ACTIVATIONS, _rows, _rows_words),
+    Change(ACTIVATIONS, _checkpoints, _checkpoint_words),
+    Change(ACTIVATIONS, _tiles, _tiles_words),
     _of_shard("gathered parameters", _units, "max_unit_numel"),
     _of_shard("secondary shards", _kept_in_nodes, "shard_size", "zero_hpz_partition_size", "zero_quantized_weights"),
 )
@@ -267,4 +242,4 @@ def changes(before: Request, after: Request) -> dict[str, object]:
 
 def flags(before: Request, after: Request) -> str:
     """Return the command-line options that turn `before` into `after`."""
-    return " ".join(word for row in reversed(CHANGES) for word in row.flags(before, after))
+    return " ".join(word for row in reversed(CHANGES) for word in row.words(before, after)[0])

@@ -72,9 +72,7 @@ def advise(shortage: Shortage) -> list[str]:
                 continue
             new = Step.by_formula(profile, after, changed.hardware)
             costs = "; ".join(burdens(old, new)) or "nothing more is sent or computed"
-            text = (
-                f"{row.program(request, changed)}: {'up to' if row.frees == ACTIVATIONS else 'about'} {size(frees)} less; {costs}"
-            )
+            text = f"{row.words(request, changed)[1]}: {'up to' if row.frees == ACTIVATIONS else 'about'} {size(frees)} less; {costs}"
             text += "; not enough alone" * (frees < shortage.asked)
             found.append(_Advice(text, frees >= shortage.asked, frees, new.seconds, changed))
         if enough := [each for each in found if each.enough]:
