@@ -27,7 +27,6 @@ from ..memory.host_memory import available_nbytes
 from ..memory.io.tensor_reader import Stored
 from ..offload.storage import Rest
 from ..optim import state_loading
-from ..optim.sharded_optimizer import OptimizerCore
 from ..optim.state_loading import SavedState
 from ..utils.host import ranks_here
 from ..zero.idle import check_idle
@@ -38,7 +37,6 @@ from . import state_map as holding
 from .bulk_reader import Bulk, Reading
 from .fingerprint import Identity, identities, totals
 from .heartbeat import telling
-from .manifest import Manifest
 from .resolver import agreed, check_digests, check_tensors, hinted, use_any
 from .saving import core_of, saver_of
 from .source import Opened, name_left_out, read_value
@@ -168,13 +166,6 @@ def await_save(runtime: Runtime) -> None:
             last.wait()
         except CheckpointError:
             last.told = False
-
-
-def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
-    """Return whether reading verifies all checksums: the load needs the whole checkpoint, and states rest on the device."""
-    tiers = {runtime.config.offload_param.tier, runtime.config.offload_optimizer.tier}
-    sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # read one by one, and only if `extra` asks
-    return tiers == {Tier.DEVICE} and not sliced and (core is not None or holding.GROUPS not in manifest.objects)
 
 
 class _Loading:
@@ -431,8 +422,11 @@ class _Loading:
         manifest, path, comm, here = self.unverified, self.opened.path, self.comm, ranks_here(self.comm.world_size)
         if manifest is None:
             return
-        noted = self.core is None or self._restore().all_noted
-        if not (noted and _all_wanted(self.runtime, self.core, manifest)):
+        # reading verifies all checksums if the load needs the whole checkpoint, and states rest on the device
+        noted = holding.GROUPS not in manifest.objects if self.core is None else self._restore().all_noted
+        tiers = {self.runtime.config.offload_param.tier, self.runtime.config.offload_optimizer.tier}
+        sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # read one by one, and only if `extra` asks
+        if not noted or sliced or tiers != {Tier.DEVICE}:
             agreed(comm, "zs.load: checksums", lambda: check_digests(path, manifest, comm.rank, comm.world_size), path)
             return
         taken = 0  # bytes of host memory that new optimizer states take

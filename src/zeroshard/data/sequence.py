@@ -70,7 +70,12 @@ def cut(
     entries: dict[str, Any], rank: int, size: int, *, shift_labels: bool, pad_token_id: int = 0, mask_added: bool = True
 ) -> dict[str, Any]:
     """Return the tokens of rank `rank` of `size` of a batch, as `shard_sequence` does (not collective)."""
-    sequences = _sequences(entries)
+    given = (entries.get(name) for name in ("input_ids", "inputs_embeds"))
+    sequences = next((value for value in given if isinstance(value, Tensor) and value.ndim >= 2), None)  # (batch, tokens, ...)
+    if sequences is None:
+        raise ConfigError(
+            f"zs.shard_sequence: expected input_ids (batch, tokens) or inputs_embeds (batch, tokens, width), got {', '.join(entries) or 'nothing'}."
+        )
     tokens = sequences.shape[1]
     mask, labels = entries.get("attention_mask"), entries.get("labels")
     if mask is not None and tuple(mask.shape) != tuple(sequences.shape[:2]):
@@ -89,11 +94,16 @@ def cut(
         entries["attention_mask"] = torch.ones(sequences.shape[:2], dtype=torch.long, device=sequences.device)
 
     def own(name: str, value: Any) -> Any:
-        dim = _token_dim(value, tokens)
-        if dim is None:
+        if not isinstance(value, Tensor) or value.ndim < 2 or tokens not in (value.shape[1], value.shape[-1]):
             return value
-        if added:
-            value = torch.cat([value, _filling(name, value, dim, added, pad_token_id)], dim=dim)
+        dim = 1 if value.shape[1] == tokens else value.ndim - 1
+        if added:  # positions go on, labels are ignored, masks and others are 0
+            last = value.narrow(dim, value.shape[dim] - 1, 1)
+            fill = {"input_ids": pad_token_id, "labels": IGNORED, "shift_labels": IGNORED}.get(name, 0)
+            more = torch.full_like(last, fill).repeat_interleave(added, dim)
+            if name == "position_ids":
+                more = last + torch.ones_like(more).cumsum(dim, dtype=more.dtype)
+            value = torch.cat([value, more], dim=dim)
         return value.chunk(size, dim)[rank].contiguous()
 
     return {name: own(name, value) for name, value in entries.items()}
@@ -108,35 +118,6 @@ def _rank_along_sp(where: Where) -> tuple[int, int, DirectComm | None]:
         raise ConfigError(f"zs.shard_sequence: expected a sharded model or a mesh, got {type(where).__name__}.")
     mesh = NamedRanks.of(where) if isinstance(where, Mapping) else where
     return *place_along(mesh, lambda name: name == SP), None
-
-
-def _sequences(entries: Mapping[str, Any]) -> Tensor:
-    """Return the tensor (batch, tokens, ...) whose tokens are cut."""
-    for name in ("input_ids", "inputs_embeds"):
-        value = entries.get(name)
-        if isinstance(value, Tensor) and value.ndim >= 2:
-            return value
-    raise ConfigError(
-        f"zs.shard_sequence: expected input_ids (batch, tokens) or inputs_embeds (batch, tokens, width), got {', '.join(entries) or 'nothing'}."
-    )
-
-
-def _token_dim(value: object, tokens: int) -> int | None:
-    """Return the dimension of a tensor along which it is cut, or None."""
-    if not isinstance(value, Tensor) or value.ndim < 2:
-        return None
-    return 1 if value.shape[1] == tokens else value.ndim - 1 if value.shape[-1] == tokens else None
-
-
-def _filling(name: str, value: Tensor, dim: int, added: int, pad_token_id: int) -> Tensor:
-    """Return the values of added tokens: positions go on, labels are ignored, masks and others are 0."""
-    last = value.narrow(dim, value.shape[dim] - 1, 1)
-    if name == "position_ids":
-        shape = [1] * value.ndim
-        shape[dim] = added
-        return last + torch.arange(1, added + 1, device=value.device, dtype=value.dtype).view(shape)
-    fill = {"input_ids": pad_token_id, "labels": IGNORED, "shift_labels": IGNORED}.get(name, 0)
-    return torch.full_like(last, fill).repeat_interleave(added, dim)
 
 
 def check_same(entries: Mapping[str, Any], comm: DirectComm) -> None:

@@ -58,8 +58,9 @@ def _combined(tensors: list[Sliced], order: float) -> Tensor:
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     name = f"{'the gradient of ' if tensors[0]._of_gradient else ''}{tensors[0]._home.name}"
     tensors[0]._home.before_meeting("a norm (torch's clipping takes them, zs.clip_grad_norm_(model, max_norm) does not)")
+    names = zlib.crc32("\n".join(tensor._home.name for tensor in tensors).encode()).to_bytes(4, "little")
     # undivided may differ between ranks: all raise, or none
-    payload = bytes([undivided]) + _crc_of(tensors) + measured.numpy().tobytes()
+    payload = bytes([undivided]) + names + measured.numpy().tobytes()
     everyone = tensors[0]._home.meeting.exchange(payload, f"norm of {name}{more} (collective: every rank must ask for it)")
     if any(part[0] for part in everyone):
         raise ZeroshardError(
@@ -74,10 +75,6 @@ def _combined(tensors: list[Sliced], order: float) -> Tensor:
     rows = [torch.frombuffer(bytearray(part[5:]), dtype=torch.float64) for part in everyone]
     table = torch.stack(rows)  # (world, tensors)
     return table.sum(0) if order == 0 else torch.linalg.vector_norm(table, order, dim=0)  # order 0 counts elements
-
-
-def _crc_of(tensors: list[Sliced]) -> bytes:
-    return zlib.crc32("\n".join(tensor._home.name for tensor in tensors).encode()).to_bytes(4, "little")
 
 
 def _measured(tensor: Sliced, order: float) -> Tensor:
