@@ -153,18 +153,7 @@ class _Flow:
                 self.places.append((place, number % size))
                 self.before.append([first + each for each in task.after if each >= 0])
                 self.lines.append([lines[lane] for lane in {hardware.lane(resource) for resource in task.nbytes}])
-        self._join()
-        self.times = [
-            seconds(task, hardware, traces[place], utilisation, latency_s)
-            for task, (place, _) in zip(self.tasks, self.places, strict=True)
-        ]
-        self._run()
-        self.goals = ends[-1]
-        self.begin, self.end = ([0.0] + [max((self.ends[n] for n in goals), default=0.0) for goals in ends])[-2:]
-
-    def _join(self) -> None:
-        """Let each receive wait for its send: the k-th on a channel for the k-th."""
-        sends: dict[str, deque[int]] = defaultdict(deque)
+        sends: dict[str, deque[int]] = defaultdict(deque)  # a receive waits for its send: the k-th on a channel for the k-th
         for number, task in enumerate(self.tasks):
             if task.channel and task.nbytes:
                 sends[task.channel].append(number)
@@ -176,6 +165,13 @@ class _Flow:
                         "sends. Simulate the traces of all stages together."
                     )
                 self.before[number].append(sends[task.channel].popleft())
+        self.times = [
+            seconds(task, hardware, traces[place], utilisation, latency_s)
+            for task, (place, _) in zip(self.tasks, self.places, strict=True)
+        ]
+        self._run()
+        self.goals = ends[-1]
+        self.begin, self.end = ([0.0] + [max((self.ends[n] for n in goals), default=0.0) for goals in ends])[-2:]
 
     def _run(self) -> None:
         """Find begins, ends, and the task whose end let each begin.
@@ -225,19 +221,15 @@ class _Flow:
             for number, by in sorted(startable):
                 arrive(number, now, by)
         self.begins, self.ends, self.waited = begins, ends, waited
-        if done < total:
-            raise ConfigError(self._circle({number for number, count in enumerate(left) if count}))
-
-    def _circle(self, stuck: set[int]) -> str:
-        """Name tasks that wait for each other in a circle, for an error message."""
-        path: list[int] = []
-        number = min(stuck)
-        while number not in path:
-            path.append(number)
-            number = next(other for other in self.before[number] if other in stuck)
-        path = [*path[path.index(number) :], number]
-        said = " waits for ".join(f"{self.tasks[n].name!r} (trace {self.places[n][0]})" for n in path)
-        return f"this schedule never ends: {said}. Start what others wait for before what waits for them."
+        if done < total:  # tasks wait for each other in a circle
+            stuck, path = {number for number, count in enumerate(left) if count}, list[int]()
+            number = min(stuck)
+            while number not in path:
+                path.append(number)
+                number = next(other for other in self.before[number] if other in stuck)
+            path = [*path[path.index(number) :], number]
+            said = " waits for ".join(f"{self.tasks[n].name!r} (trace {self.places[n][0]})" for n in path)
+            raise ConfigError(f"this schedule never ends: {said}. Start what others wait for before what waits for them.")
 
     def spans(self) -> list[Span]:
         """Return all that runs during the last step, also of the steps before it; times are from the last one's beginning."""
