@@ -90,6 +90,8 @@ def test_files_have_the_model_s_own_names_and_load_whatever_is_wrapped(wrap, sta
         }
         averaged = zs.ema(model).full_state_dict()
         states = zs.full_optimizer_state(model)
+        for asked in ("prime", next(name for name in names[0] if name.endswith("prime"))):
+            assert [list(part) for part in zs.stream_full_tensors(model, names=[asked])] == [["prime"]]
         assert names == (list(model.state_dict()), [name for name, _ in model.named_parameters()])  # the model's stay torch's
         assert list(states) == list(zs.full_gradients(model)) and set(states) <= set(names[1])
         zs.save(tmp_path / "wrapped", model, optimizer, trained_only=False)

@@ -22,7 +22,7 @@ from ..memory.ledger import GATHERED
 from ..offload.storage import Rest
 from ..tensor.tiled_parameter import Part, parts_in, whole_name
 from ..utils.dtypes import casts_to
-from ..utils.module_names import own_state
+from ..utils.module_names import own_name, own_state
 from .chunked_gather import ChunkedGather
 from .runtime import Runtime, runtime_of
 from .unit import ParamGroup
@@ -93,7 +93,7 @@ def stream_full_tensors(
     def source(group: ParamGroup) -> Rest:
         return group.masters.stepped if masters else group.values.rest
 
-    items = _chosen(_items(runtime, source, dtype), names)
+    items = _chosen(_items(runtime, source, dtype), names and [own_name(model, name) for name in names])
     return _Stream(runtime, source, masters, max_nbytes).run(items)
 
 
