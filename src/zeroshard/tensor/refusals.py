@@ -79,7 +79,7 @@ class HasNoMemory(Sliced):
         self.numpy()
 
     def data_ptr(self) -> Any:
-        """Return what tells a parameter or gradient from others, but is no address: no rank has the memory of the whole tensor.
+        """Return an object that tells a parameter or gradient from others, but is no address: no rank has the memory of the whole tensor.
 
         Raise ShardedAccessError for a result that was computed from slices.
         """
@@ -113,7 +113,7 @@ class HasNoMemory(Sliced):
 
 @dataclass(frozen=True, repr=False)
 class NoAddress:
-    """What `data_ptr` of a sharded tensor returns: equal for aliases of one parameter or gradient, and no number.
+    """The result of a sharded tensor's `data_ptr`: equal for aliases of one parameter or gradient, and no number.
 
     So programs count shared parameters once, {p.data_ptr(): p.numel() for p in model.parameters()}, and compare tied ones; whoever
     computes an address from it gets ShardedAccessError, and C code, which expects an int, a TypeError.
