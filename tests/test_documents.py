@@ -66,6 +66,8 @@ def names_of(path: Path) -> set[str]:
                     visit(node.body, before + node.name + ".")
             elif isinstance(node, ast.Assign):
                 found.update(before + target.id for target in node.targets if isinstance(target, ast.Name))
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(before + node.target.id)
 
     visit(ast.parse(path.read_text()).body, "")
     return found

@@ -139,7 +139,9 @@ def train(rank, world, folder, stages, makers):
 @pytest.mark.limit(300)
 def test_losses_are_those_of_plain_trl(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(launch, "_method", "spawn")  # a fork may have imported transformers already, which install() is to precede
+    monkeypatch.setattr(
+        launch, "_method", "spawn"
+    )  # a fork may have imported transformers already, which install() is to precede
     folder, alone = str(tmp_path), (sft, dpo, dpo_of_adapters, dpo_of_an_adapter_that_goes_on)
     expected = run_processes(train, 1, folder, [None], alone)[0]
     expected |= run_processes(train, 2, folder, [None], (grpo,))[0]
