@@ -1,7 +1,6 @@
 """Optimizers of bitsandbytes and torchao, given to zs.shard: stand-ins with their modules, names and attributes."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,8 +24,21 @@ class Blockwise(torch.optim.Optimizer):
 class OfBitsandbytes(Blockwise):
     def __init__(self, params, bits=8, max_unorm=0.0, **options):
         super().__init__(params, options | {"alpha": 0.0})
-        self.args = SimpleNamespace(optim_bits=bits, min_8bit_size=100, max_unorm=max_unorm, skip_zeros=False)
-        self.mng = SimpleNamespace(index2config={}, pid2config={}, module_weight_config_triple=[])
+        self.own = {"optim_bits": bits, "min_8bit_size": 100, "max_unorm": max_unorm, "skip_zeros": False}
+        self.overrides, self.of_modules = {}, []  # by (group, place); (module, name, settings), as GlobalOptimManager has them
+
+    def check_overrides(self):
+        places = [
+            (group, place, param)
+            for group, each in enumerate(self.param_groups)
+            for place, param in enumerate(each["params"])
+        ]
+        for module, name, settings in self.of_modules:
+            self.overrides |= {(group, place): settings for group, place, param in places if param is getattr(module, name)}
+
+    def get_config(self, gindex, pindex, group):
+        of_group = {name: value for name, value in group.items() if name in ("lr", "betas", "eps", "weight_decay")}
+        return of_group | self.own | self.overrides.get((gindex, pindex), {})
 
 
 class OfTorchao(Blockwise):
@@ -104,13 +116,13 @@ def test_a_given_format_and_parameters_that_are_exempt_are_kept():
     assert runtime_of(model).config.optimizer_states == zs.StateFormat("fp8")
     model = net()
     optimizer = made("bitsandbytes.optim.adamw.AdamW", model.parameters(), **ADAM)
-    optimizer.mng.module_weight_config_triple.append((model[2], "weight", {"optim_bits": 32}))  # as Transformers does
+    optimizer.of_modules.append((model[2], "weight", {"optim_bits": 32}))  # as Transformers does
     zs.shard(model, optimizer)
     assert runtime_of(model).config.optimizer_states == zs.StateFormat("int8", min_numel=100, exempt=("2.weight",))
 
 
 def override(optimizer):
-    optimizer.mng.index2config[0, 1] = {"lr": 0.1}
+    optimizer.overrides[0, 1] = {"lr": 0.1}
 
 
 def step_before(optimizer):

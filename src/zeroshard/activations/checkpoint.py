@@ -40,6 +40,7 @@ from ..utils import torch_compat
 from ..utils.saved_tensors import Outer
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import original
+from ..utils.transformers_compat import recomputes
 from ..zero.auto_wrap import find_blocks
 from .disk_storage import DiskBacking, ImaginedDiskBacking
 from .saved_tensors import InputHooks, Store
@@ -155,11 +156,7 @@ def give_back_memory(model: nn.Module) -> None:
 
 def _blocks(model: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of the outermost blocks; none if the model itself calls torch.utils.checkpoint."""
-    by_itself = any(  # transformers' switch is on, or torch's wrapper is there
-        getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
-        for module in model.modules()
-    )
-    if units is None or (isinstance(units, str) and units == "auto" and by_itself):
+    if units is None or (isinstance(units, str) and units == "auto" and recomputes(model)):
         return []
     if (isinstance(units, str) and units != "auto") or isinstance(units, type):
         units = (units,)

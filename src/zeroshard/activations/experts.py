@@ -23,8 +23,7 @@ from ..tensor.distributed import is_distributed
 from ..tensor.tiled_parameter import Part, Tile, Tiled
 from ..utils import torch_compat
 from ..utils.joined_class import Joined, new_joined
-
-_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")  # set by the decorator
+from ..utils.transformers_compat import spread_experts
 
 
 class ExpertsTile(Joined, Tile):
@@ -80,14 +79,9 @@ class Idle(torch.autograd.Function):
         return grad, *zeros
 
 
-def are_experts(module: nn.Module) -> bool:
-    """Return whether a module has the attributes that Transformers' `use_experts_implementation` sets on experts."""
-    return all(name in module.__dict__ for name in _INTERFACE)
-
-
 def why_not(module: nn.Module, name: str) -> str | None:
     """Return why a module of experts cannot be cut, or None. name: the module's name, for the message."""
-    if getattr(module, "_is_expert_parallel", False) or any(map(is_distributed, torch_compat.own_parameters(module).values())):
+    if spread_experts(module) or any(map(is_distributed, torch_compat.own_parameters(module).values())):
         return f"the experts of {name} are spread over ranks already"
     for attribute, param in torch_compat.own_parameters(module).items():
         if param is not None and (param.dim() == 0 or len(param) != module.num_experts):

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import struct
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,13 +29,11 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
 from ..utils.autograd import Running
+from ..utils.transformers_compat import balancing_losses
 from ..zero import hooks
 from ..zero.runtime import Runtime
-from . import transformers_attention
 from .ulysses import active_in, sequence_of
 
-_NAME = "load_balancing_loss_func"  # Transformers' function, in the module of each model that has the loss
-_FORM = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # its arguments; a function with others computes something else
 _running = Running()  # the forwards of sharded models, each with its Runtime; None: its loss is that of a rank's tokens
 _inside = threading.local()  # .stage: the StageSums of the stage that runs
 
@@ -100,7 +95,7 @@ def attach(runtime: Runtime) -> None:
     def leave(module: nn.Module, args: object, output: object) -> None:
         _running.leave(module)
 
-    for module in filter(_sources, runtime.model.modules()):
+    for module in filter(balancing_losses, runtime.model.modules()):
         handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
         hooks.also_remove(runtime, handles)
 
@@ -116,33 +111,21 @@ def of_stage(sums: StageSums) -> Iterator[None]:
 
 
 def replace(model: nn.Module) -> None:
-    """Replace the function of a model's load-balancing loss in its module by one that, elsewhere, does as before."""
-    for source in {source for module in model.modules() for source in _sources(module)}:
-        original: Callable = getattr(source, _NAME)
+    """Replace the functions of a model's load-balancing loss in their modules by ones that, elsewhere, do as before."""
+    for source, name, why_not in {found[:2]: found for module in model.modules() for found in balancing_losses(module)}.values():
+        original: Callable = getattr(source, name)
         if not hasattr(original, "__wrapped__"):  # else it was done for an earlier model
-            setattr(source, _NAME, _replaced(original))
+            setattr(source, name, _replaced(original, why_not))
 
 
-def _sources(module: nn.Module) -> list[ModuleType]:
-    """Return the Python modules that define a class of Transformers' model and the function that this file knows."""
-    files = {
-        cls.__module__: sys.modules.get(cls.__module__)
-        for cls in type(module).__mro__
-        if transformers_attention.is_pretrained(module)
-    }
-    return [file for file in files.values() if file is not None and list(_parameters(file)) == _FORM]
-
-
-def _parameters(file: ModuleType) -> Any:
-    return inspect.signature(getattr(file, _NAME)).parameters if hasattr(file, _NAME) else ()
-
-
-def _replaced(original: Callable) -> Callable:
+def _replaced(original: Callable, why_not: ConfigError | None) -> Callable:
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         runtime, stage = next(reversed(_running.values()), None), getattr(_inside, "stage", None)
         if runtime is None and stage is None:
             return original(*args, **kwargs)
+        if why_not is not None:
+            raise ConfigError(str(why_not))
         return balance_loss(runtime, stage, *args, **kwargs)
 
     return chosen

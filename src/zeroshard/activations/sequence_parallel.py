@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ConfigError
 from ..utils.autograd import Running
+from ..utils.transformers_compat import is_pretrained
 from ..zero import hooks
 from ..zero.along_axis import Line
 from ..zero.runtime import Runtime
@@ -53,7 +54,7 @@ class _Attention(TorchFunctionMode):
 def check(model: nn.Module) -> None:
     """Raise ConfigError if a model can not be sharded over ranks along sp."""
     for name, module in model.named_modules():
-        if transformers_attention.is_pretrained(module):
+        if is_pretrained(module):
             transformers_attention.check(name, module)
 
 
@@ -64,7 +65,7 @@ def attach(runtime: Runtime, line: Line, tp: int) -> None:
     covered: set[nn.Module] = set()
     for module in model.modules():
         of_module[module] = sequence
-        if transformers_attention.is_pretrained(module):
+        if is_pretrained(module):
             handles += transformers_attention.attach(module, sequence)
             covered.update(module.modules())
     for module in model.modules():

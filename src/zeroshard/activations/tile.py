@@ -28,6 +28,7 @@ from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..tensor.tiled_parameter import Part, Tiled
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
+from ..utils.transformers_compat import are_experts
 from ..zero.auto_wrap import collect, partition
 from ..zero.init_context import BirthHome
 from ..zero.parameter import ParamHome
@@ -169,7 +170,7 @@ def _plan(holders: dict[nn.Parameter, list[Holder]], limit: int, dtype: torch.dt
         if param in seen:
             continue
         weights = {held[0].attribute: param}
-        if tiled_experts.are_experts(held[0].module):
+        if are_experts(held[0].module):
             weights = {
                 attribute: each for attribute, each in torch_compat.own_parameters(held[0].module).items() if each is not None
             }
@@ -203,7 +204,7 @@ def _why_not(held: list[Holder], holders: dict[nn.Parameter, list[Holder]]) -> s
     """Return why a parameter cannot be cut, or None. Only weights that their module uses row by row can be cut."""
     for holder in held:
         module, where = holder.module, holder.prefix or "the model"
-        experts = tiled_experts.are_experts(module)
+        experts = are_experts(module)
         if not experts and (type(module) not in (nn.Linear, nn.Embedding) or holder.attribute != "weight"):
             known = "weights of nn.Linear, nn.Embedding and experts with Transformers' interface alone can be cut"
             return f"{where} is a {type(module).__name__}; {known}"
@@ -323,7 +324,7 @@ def _carry_out(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
         module = holder.module
         cls: type[Tiled]
         tiles: list[Any]
-        if tiled_experts.are_experts(module):
+        if are_experts(module):
             cls, tiles = tiled_experts.TiledExperts, tiled_experts.make_tiles(module, weights, parts)
             module.__dict__["stands_for"] = type(module)
         elif type(module) is nn.Embedding:

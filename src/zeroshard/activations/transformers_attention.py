@@ -12,9 +12,9 @@ axis sp the wrapper calls the function itself. The registry has no eager attenti
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +26,9 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..utils.autograd import Running
 from ..utils.axes import SP
+from ..utils.releases import lacking
+from ..utils.torch_compat import FakeTensor
+from ..utils.transformers_compat import answer_for_packed, attention_of, eager_attention, set_attention
 from .causal import LAST_QUERIES
 from .ulysses import SequenceParallel, active_in
 
@@ -37,32 +40,33 @@ _POOLED = (
     "DoubleHeadsModel",
 )  # fmt: skip
 _LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
+_OF_MASKS = ("q_length", "kv_length", "attention_mask", "mask_function", "config")  # arguments of mask functions
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
 _running = Running()  # the forwards of models, each with the _Forward by which masks are made; None: torch's own
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Forward:
-    """The inputs of a model's forward, of whole sequences. padding: (B, S), 1 or True for tokens; positions: (B, S), without padding."""
+    """The inputs of a model's forward, of whole sequences. padding: (B, S), True for tokens; positions: (B, S), without padding.
+
+    is_packed: rows of `positions` have several sequences. packed: `positions` for the mask that is being made, if its maker has
+    looked for packed sequences, which not every model does; else None.
+    """
 
     sequence: SequenceParallel
     padding: Tensor | None
     positions: Tensor | None
-
-
-def is_pretrained(module: nn.Module) -> bool:
-    """Return whether a module is a model of Transformers; False, without its import, if the program has not imported it."""
-    transformers = sys.modules.get("transformers.modeling_utils")
-    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+    is_packed: bool = False
+    packed: Tensor | None = None
 
 
 def check(name: str, model: Any) -> None:
     """Raise ConfigError if the attention of a Transformers model can not be shared by ranks along sp."""
     config, what = model.config, f"sp: {type(model).__name__}{f' ({name})' if name else ''}"
-    if not getattr(model, "_supports_attention_backend", False):
+    if not model.is_backend_compatible():
         raise ConfigError(
             f"{what} does not take its attention from Transformers' registry of attention functions, where it could be exchanged. Shard "
-            "it over dp and tp, or take a model whose class has _supports_attention_backend."
+            "it over dp and tp, or take a model whose is_backend_compatible() is True."
         )
     if config.is_encoder_decoder or any(hasattr(config, each) for each in ("vision_config", "audio_config", "text_config")):
         raise ConfigError(
@@ -92,6 +96,8 @@ def check(name: str, model: Any) -> None:
 def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
     """Let a Transformers model attend to whole sequences; return handles whose removal undoes that."""
     _wrap_registries()
+    with contextlib.suppress(ConfigError):  # else batches with packed sequences are refused
+        find_packed("sp")
     parameters = inspect.signature(type(model).forward).parameters.values()
     names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]  # a stage of a pipeline takes *args
     counted = any(isinstance(each, nn.Embedding) and hasattr(each, "offset") for each in model.modules())  # OPT
@@ -114,7 +120,7 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
         model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True),
         model.register_forward_hook(torch.compiler.disable(after), always_call=True),
     ]
-    if model.config._attn_implementation == "eager":
+    if attention_of(model.config) == "eager":
         handles.append(_Eager(model.config))
     return handles
 
@@ -146,30 +152,46 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict, counted: 
     if positions.ndim != 2:
         return _Forward(sequence, None, None)
     whole = sequence.whole(positions, f"{SP} all-gather positions")
-    return _Forward(sequence, None, None if sequence.comm.imagined else whole)
+    if sequence.comm.imagined:
+        return _Forward(sequence, None, None)
+    packed = bool(_parts(whole).any())
+    if packed:
+        find_packed(f"{what}: the batch has packed sequences")
+    return _Forward(sequence, None, whole, packed)
 
 
-def _of_whole_sequences(function: Callable) -> Callable:
-    """Wrap a function of masks whose argument `position_ids` shows packed sequences: it sees those of whole sequences."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        forward: _Forward | None = next(reversed(_running.values()), None)
-        if forward is None or forward.positions is None:
-            return function(*args, **kwargs)
-        given = inspect.signature(function).bind(*args, **kwargs)
-        given.arguments["position_ids"] = forward.positions.expand(len(given.arguments["position_ids"]), -1)
-        return function(*given.args, **given.kwargs)
-
-    wrapped._zeroshard = True  # type: ignore[attr-defined]
-    return wrapped
+def _parts(positions: Tensor) -> Tensor:
+    """Return the number, from 0, of each token's sequence in its row. positions: (B, S), which go on by 1 inside of a sequence."""
+    return (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
 
 
-def _mask(function: Callable, **kwargs: Any) -> Any:
+def find_packed(what: str) -> None:
+    """Let masks leave packed sequences to `_mask`. Raise ConfigError, which begins with `what`, if Transformers does not."""
+    answer_for_packed(_packed, what)
+
+
+def _packed(find: Callable, position_ids: Tensor) -> Tensor | None:
+    """Return what `find` does outside of a forward over an axis sp; in one, note that the next mask is of packed sequences.
+
+    None: there is one sequence. Positions of tensors without values, in a plan, can not be read, and are taken for those of one:
+    else attention would have a mask of tokens x tokens, and compute the whole square of scores.
+    """
+    forward: _Forward | None = next(reversed(_running.values()), None)
+    if isinstance(position_ids, FakeTensor):
+        return None
+    if forward is None or forward.positions is None:
+        return find(position_ids)
+    forward.packed = forward.positions.expand(len(position_ids), -1) if forward.is_packed else None
+    return None
+
+
+def _mask(function: Callable, name: str, **kwargs: Any) -> Any:
     """Call a mask function of the registry: in a forward over an axis sp, for whole sequences."""
     forward: _Forward | None = next(reversed(_running.values()), None)
     if forward is None:
         return function(**kwargs)
+    if missing := [each for each in _OF_MASKS if each not in kwargs]:
+        raise lacking("transformers", f"{', '.join(missing)} in calls of mask functions", "sequence parallelism (an axis sp)")
     length = kwargs["q_length"]
     if kwargs["kv_length"] != length:
         raise ConfigError(
@@ -179,17 +201,25 @@ def _mask(function: Callable, **kwargs: Any) -> Any:
     sequence, heads = forward.sequence, getattr(kwargs["config"], "num_attention_heads", None)
     whole = length * sequence.size
     kwargs |= {"q_length": whole, "kv_length": whole, "attention_mask": forward.padding}
+    if forward.packed is not None:  # tokens see those of their own sequence, where positions begin anew
+        of_positions, positions, parts, forward.packed = kwargs["mask_function"], forward.packed, _parts(forward.packed), None
+        kwargs["allow_is_causal_skip"] = False
+        kwargs["mask_function"] = lambda row, head, query, key: (
+            (parts[row, query] == parts[row, key]) & of_positions(row, head, positions[row, query], positions[row, key])
+        )
     share = sequence.share(heads // sequence.tp if isinstance(heads, int) else sequence.size)
-    if share.groups == 1:
-        return function(**kwargs)
-    if kwargs["config"]._attn_implementation not in _BY_MASK:
-        last = function(**kwargs | {"q_length": 1, "q_offset": whole - 1})
-        if last is None or last.ndim == 2:
-            return last  # the attention function knows what is causal, and takes a mask (B, S) of padding at most
-    of_pair = kwargs["mask_function"]
-    kwargs |= {"q_length": share.among * length, "allow_is_causal_skip": False}
-    kwargs["mask_function"] = lambda batch, head, query, key: of_pair(batch, head, share.row(query, length), key)
-    return function(**kwargs)
+    if share.groups > 1:
+        if name not in _BY_MASK:
+            last = function(**kwargs | {"q_length": 1, "q_offset": whole - 1})
+            if last is None or last.ndim == 2:
+                return last  # the attention function knows what is causal, and takes a mask (B, S) of padding at most
+        of_pair = kwargs["mask_function"]
+        kwargs |= {"q_length": share.among * length, "allow_is_causal_skip": False}
+        kwargs["mask_function"] = lambda batch, head, query, key: of_pair(batch, head, share.row(query, length), key)
+    mask = function(**kwargs)
+    if mask is None and name == "sdpa" and kwargs.get("allow_is_causal_skip") is False:  # it would be causal attention alone
+        raise lacking("transformers", "allow_is_causal_skip of mask functions", "sequence parallelism (an axis sp)")
+    return mask
 
 
 def _attend(
@@ -267,44 +297,33 @@ class _Eager:
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        config._attn_implementation = _EAGER
+        set_attention(config, _EAGER)
 
     def remove(self) -> None:
         """Restore the name."""
-        self.config._attn_implementation = "eager"
+        set_attention(self.config, "eager")
 
 
 def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the function `eager_attention_forward` of the file that defines the module's class, as the module itself would."""
-    inner = module._module if isinstance(module, _OfRank) else module
-    files = (vars(sys.modules[kind.__module__]) for kind in type(inner).__mro__)
-    function = next((found["eager_attention_forward"] for found in files if "eager_attention_forward" in found), None)
-    if function is None:
-        raise ConfigError(
-            f"sp: the eager attention of {type(inner).__name__} was not found: call model.set_attn_implementation('sdpa') before zs.shard."
-        )
-    return function(module, *args, **kwargs)
+    """Compute eager attention as the module itself would."""
+    return eager_attention(module._module if isinstance(module, _OfRank) else module)(module, *args, **kwargs)
 
 
 def _wrap_registries() -> None:
     """Wrap the functions of Transformers' registries that are not wrapped yet."""
-    from transformers import AttentionInterface, masking_utils
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     with _LOCK:
-        for name in ("find_packed_sequence_indices", "packed_sequence_compatibility_function"):
-            if not hasattr(function := getattr(masking_utils, name), "_zeroshard"):
-                setattr(masking_utils, name, _of_whole_sequences(function))
-        if _EAGER not in ALL_ATTENTION_FUNCTIONS:
-            AttentionInterface.register(_EAGER, _eager)
-            AttentionMaskInterface.register(_EAGER, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-        for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
+        attentions, masks = AttentionInterface(), AttentionMaskInterface()  # all objects of a registry show the same entries
+        if _EAGER not in attentions:
+            attentions.register(_EAGER, _eager)
+            masks.register(_EAGER, masks["eager"])
+        for name, function in list(attentions.items()):
             if not hasattr(function, "_zeroshard"):
-                AttentionInterface.register(name, _wrapped_attention(function, name))
-        for name, function in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
+                attentions.register(name, _wrapped_attention(function, name))
+        for name, function in list(masks.items()):
             if not hasattr(function, "_zeroshard"):
-                AttentionMaskInterface.register(name, _wrapped_mask(function))
+                masks.register(name, _wrapped_mask(function, name))
 
 
 def _wrapped_attention(function: Callable, name: str) -> Callable:
@@ -318,10 +337,10 @@ def _wrapped_attention(function: Callable, name: str) -> Callable:
     return attention
 
 
-def _wrapped_mask(function: Callable) -> Callable:
+def _wrapped_mask(function: Callable, name: str) -> Callable:
     @functools.wraps(function)
     def mask(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if args else _mask(function, **kwargs)
+        return function(*args, **kwargs) if args else _mask(function, name, **kwargs)
 
     mask._zeroshard = True  # type: ignore[attr-defined]
     return mask

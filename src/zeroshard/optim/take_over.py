@@ -17,10 +17,10 @@ from torch import nn
 
 from ..config import Config
 from ..errors import ConfigError
+from ..utils import bitsandbytes_compat, torchao_compat
 from ..utils.state_format import StateFormat
 from .lion import Lion
 
-_MODULES = ("bitsandbytes.optim.", "torchao.optim.adam", "torchao.prototype.low_bit_optim.adam")
 # the step of bitsandbytes' Adam has decoupled weight decay, as its AdamW has
 _CLASSES: dict[str, dict[str, type[torch.optim.Optimizer]]] = {
     "bitsandbytes": {"AdamW": torch.optim.AdamW, "Adam": torch.optim.AdamW, "Lion": Lion},
@@ -52,13 +52,23 @@ class TakeOver:
         Raise ConfigError, with nothing changed, for a class or an option without a counterpart here, and after a first step.
         """
         optimizer = self.optimizer
-        theirs = next((cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(_MODULES)), None)
+        theirs = next((cls for cls in type(optimizer).__mro__ if cls.__module__.partition(".")[0] in _CLASSES), None)
         if optimizer is None or theirs is None:
             return config
-        library, base, form = _described(optimizer, theirs)
+        library = theirs.__module__.partition(".")[0]
+        width = next((width for width in _WIDTHS if theirs.__name__.endswith(width)), "")
+        base = theirs.__name__.removesuffix(width).removeprefix("Paged")
         known = _CLASSES[library].get(base) if theirs is type(optimizer) else None
         mine: Any = known or getattr(torch.optim, base, torch.optim.AdamW)
         name, instead = f"{type(optimizer).__name__} of {library}", f"{'zs' if mine is Lion else 'torch.optim'}.{mine.__name__}"
+        form, settings = StateFormat(_WIDTHS.get(width, "fp32")), list[dict[str, Any]]()
+        if library == "torchao" and known:
+            settings = [torchao_compat.settings_of(optimizer)]
+            form = dataclasses.replace(form, block=256 if form.format == "fp32" else settings[0]["block_size"])
+        elif known or base in _ELEMENTWISE:
+            settings = bitsandbytes_compat.settings_of(optimizer)
+            packed = [each["min_8bit_size"] for each in settings if each["optim_bits"] == 8]
+            form = StateFormat("int8", min_numel=packed[0]) if packed else StateFormat("fp32")
         given = "" if form.format == "fp32" else f", optimizer_states={form.format!r}"
         remedy = f"Write {instead}(...) in its place, and zs.shard(model, optimizer{given}, ...)."
         if base in _ELEMENTWISE and form.format == "fp32" and config.optimizer_states is None:
@@ -74,10 +84,11 @@ class TakeOver:
                 f"before load_state_dict(). {remedy}"
             )
         for option, (off, way) in _NOT_STEPPED.items():
-            value = getattr(optimizer, option, getattr(getattr(optimizer, "args", None), option, off))
-            if value != off:
-                raise ConfigError(f"optimizer: {option}={value!r} of {name} has no counterpart in {instead}: {way}. {remedy}")
-        form = dataclasses.replace(form, exempt=_exempt(optimizer, model, name))
+            for value in (each.get(option, off) for each in settings):
+                if value != off:
+                    raise ConfigError(f"optimizer: {option}={value!r} of {name} has no counterpart in {instead}: {way}. {remedy}")
+        if library == "bitsandbytes":
+            form = dataclasses.replace(form, exempt=_exempt(optimizer, model, name, settings, form))
         options = inspect.signature(mine).parameters
         made = mine([{k: v for k, v in group.items() if k in options} for group in optimizer.param_groups])
         self._before = type(optimizer), optimizer.defaults, [set(group) for group in optimizer.param_groups]
@@ -101,33 +112,22 @@ class TakeOver:
                 del group[key]
 
 
-def _described(optimizer: Any, cls: type) -> tuple[str, str, StateFormat]:
-    """Return the library of a class, its name without "Paged" and the width, and the format of the states that it keeps."""
-    library = cls.__module__.partition(".")[0]
-    width = next((width for width in _WIDTHS if cls.__name__.endswith(width)), "")
-    base, form = cls.__name__.removesuffix(width).removeprefix("Paged"), _WIDTHS.get(width, "fp32")
-    block, least = getattr(optimizer, "block_size", 256), 4096
-    if library == "bitsandbytes" and (args := getattr(optimizer, "args", None)) is not None:
-        form, least = "int8" if args.optim_bits == 8 else "fp32", args.min_8bit_size
-    return library, base, StateFormat(form, block=256 if form == "fp32" else block, min_numel=least)
-
-
-def _exempt(optimizer: Any, model: nn.Module, name: str) -> tuple[str, ...]:
+def _exempt(
+    optimizer: torch.optim.Optimizer, model: nn.Module, name: str, settings: list[dict[str, Any]], form: StateFormat
+) -> tuple[str, ...]:
     """Return names of parameters whose states bitsandbytes' GlobalOptimManager leaves in 32 bits; raise for other overrides."""
-    manager = getattr(optimizer, "mng", None)
-    if manager is None:
-        return ()
     names, found = {id(param): full for full, param in model.named_parameters()}, []
-    for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            given = manager.index2config.get((number, position), {}) | manager.pid2config.get(id(param), {})
-            for module, attribute, override in manager.module_weight_config_triple:
-                given |= override if getattr(module, attribute) is param else {}
-            if given.items() - {("optim_bits", 32)}:
-                raise ConfigError(
-                    f"optimizer: bitsandbytes' GlobalOptimManager overrides {given} for {names.get(id(param), 'a parameter')} "
-                    f"({name}), and zs.shard() takes over optim_bits=32 alone: give it a parameter group of its own instead."
-                )
-            if given and id(param) in names:
-                found.append(names[id(param)])
+    members = [(group, param) for group in optimizer.param_groups for param in group["params"]]
+    for (group, param), own in zip(members, settings, strict=True):
+        packed, full = own["optim_bits"] == 8, names.get(id(param), "a parameter")
+        other = {key: own[key] for key in group.keys() & own.keys() if own[key] != group[key]}
+        if packed and own["min_8bit_size"] != form.min_numel:
+            other["min_8bit_size"] = own["min_8bit_size"]
+        if other:
+            raise ConfigError(
+                f"optimizer: bitsandbytes' GlobalOptimManager overrides {other} for {full} "
+                f"({name}), and zs.shard() takes over optim_bits=32 alone: give it a parameter group of its own instead."
+            )
+        if form.format != "fp32" and not packed and id(param) in names:
+            found.append(full)
     return tuple(found)

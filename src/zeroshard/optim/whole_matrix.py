@@ -31,6 +31,7 @@ from ..offload.storage import Tiers
 from ..tensor.state_column import is_column
 from ..tensor.tiled_parameter import part_of
 from ..utils.torch_compat import disable_current_modes
+from ..utils.transformers_compat import is_adafactor
 from ..zero.chunked_gather import ChunkedGather
 from ..zero.parameter import ParamSpec
 from .inner_optimizer import Options, State, fresh
@@ -42,7 +43,6 @@ _CHUNK_NBYTES = 4 << 20  # size of one rank's staging buffer
 Where = Callable[[Tensor, Mapping[str, Any]], bool]
 _DECLARED: dict[type, Where] = {}
 _STACKS: set[type] = set()  # classes that step each slice of a stack of matrices by itself
-_BY_NAME = {"transformers.optimization.Adafactor"}  # classes declared without importing their package
 
 
 def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where | None = None, stacks: bool = False) -> Any:
@@ -78,7 +78,7 @@ def declared(optimizer: torch.optim.Optimizer) -> Where | None:
     for cls in type(optimizer).__mro__:
         if cls in _DECLARED:
             return _DECLARED[cls]
-        if f"{cls.__module__}.{cls.__qualname__}" in _BY_NAME:
+        if is_adafactor(cls):  # which is declared without importing its package
             return lambda param, options: True
     return None
 

@@ -31,12 +31,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..activations.experts import Idle, are_experts, why_not
+from ..activations.experts import Idle, why_not
 from ..errors import ConfigError, did_you_mean
 from ..tensor.distributed import Owned, is_distributed
 from ..tensor.tiled_parameter import Tile, Tiled
 from ..utils import torch_compat
 from ..utils.joined_class import Joined, joined_class
+from ..utils.transformers_compat import are_experts
 from ..zero.along_axis import AlongAxis, Line
 
 

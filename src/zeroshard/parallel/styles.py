@@ -1,7 +1,7 @@
 """Styles of tensor parallelism: how each module of a model is sharded, and which numbers of ranks divide it.
 
 Styles are data: full names of modules (and of parameters that no linear map holds, such as those of experts) -> style. They
-come from the model itself if Transformers has some for it (`_tp_plan`, `config.base_model_tp_plan`), else from FAMILIES.
+come from the model itself if Transformers has some for it (`config.base_model_tp_plan`), else from FAMILIES.
 `tensor_parallel.apply` shards the modules by them, with torch.distributed.tensor.parallel.
 
     one MLP, 2 ranks    x (replicated) -> up: rows 0..n/2 | n/2..n -> gelu -> down: columns 0..n/2 | n/2..n -> sum over ranks
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
+from ..utils.transformers_compat import tensor_parallel_plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -145,7 +146,7 @@ def styles_for(model: nn.Module, styles: Mapping[str, Style] | None = None, *, v
     if not given and not styles:
         raise ConfigError(
             f"there are no tensor-parallel styles for {type(model).__name__}: give some, {{name: style}} with the styles colwise and "
-            f"rowwise. Known are models that bring some (Transformers' _tp_plan) and {', '.join(FAMILIES)}."
+            f"rowwise. Known are models that bring some (Transformers' base_model_tp_plan) and {', '.join(FAMILIES)}."
         )
     embedding, head = _ends(model, family)
     for name in (embedding, head):  # `vocabulary` decides about these two, not the model's own plan
@@ -270,7 +271,7 @@ def _own_plan(model: nn.Module, names: list[str]) -> dict[str, str]:
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
     rules = {prefix + pattern: style for pattern, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
-    rules |= getattr(type(model), "_tp_plan", None) or {}
+    rules |= tensor_parallel_plan(model)
     return {name: style for pattern, style in rules.items() for name in names if _matches(pattern, name)}
 
 

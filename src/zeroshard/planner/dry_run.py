@@ -30,6 +30,7 @@ from .. import api
 from ..activations.checkpoint import checkpoint_activations
 from ..activations.storage import CHECKPOINTS
 from ..activations.token_tiles import TILES, computes_loss_in_tiles, tile_loss, tile_mlps
+from ..activations.transformers_attention import find_packed
 from ..activations.ulysses import sequence_of
 from ..checkpoint.file_writer import ROTATING
 from ..checkpoint.rank_file import staging
@@ -44,6 +45,7 @@ from ..testing import imagined_mesh
 from ..utils import torch_compat
 from ..utils.axes import DP, EP, PLANNED, PP, SP, TP, cuts_model, planned_sizes
 from ..utils.torch_compat import FakeTensor, PlanMode
+from ..utils.transformers_compat import is_pretrained
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import Unit
 from .faults import NO_NUMBERS, first_line, told, where
@@ -128,7 +130,8 @@ def plan(
         # a plan is of training, even if the caller is under torch.no_grad() or torch.inference_mode()
         with torch.inference_mode(False), torch.enable_grad():
             model = _built(model_fn)
-            _take_sequences_as_single()
+            if any(map(is_pretrained, model.modules())):  # in a run they read that the positions are those of one sequence
+                find_packed(f"a plan of {type(model).__name__}")
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or total, loss, parallel or {}, hold,
                 model_fn if whole else None, tiles=tiles or {},
@@ -260,25 +263,6 @@ def _built(model_fn: Callable[[], nn.Module]) -> nn.Module:
             memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         model = copy.deepcopy(model, memo)
     return model
-
-
-def _take_sequences_as_single() -> None:
-    """Let Transformers' models make no mask for packed sequences on fake tensors, whose positions they can not read.
-
-    Without it they make one of tokens x tokens, and attention computes the whole square of scores. In a run they read that the
-    positions are those of one sequence, and attention is causal without a mask.
-    """
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    find = getattr(masks, "find_packed_sequence_indices", None)
-    if find is None or hasattr(find, "_takes_fake"):
-        return
-
-    @functools.wraps(find)
-    def found(position_ids: Tensor) -> Tensor | None:
-        return None if isinstance(position_ids, FakeTensor) else find(position_ids)
-
-    found._takes_fake = True  # type: ignore[attr-defined]
-    masks.find_packed_sequence_indices = found
 
 
 @dataclass

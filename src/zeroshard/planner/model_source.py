@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, did_you_mean
+from ..utils import transformers_compat
 from .faults import first_line, where
 from .models import CASE_STUDIES, GPT, GPTConfig
 
@@ -185,7 +186,7 @@ def _configuration(path: Path) -> ModelSource:
     except Exception as error:  # its validators raise errors of their own
         raise ConfigError(f"model: expected a Hugging Face configuration in {file}: {first_line(error)}.") from error
     text = config.get_text_config()
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping or not getattr(text, "vocab_size", None):
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or not getattr(text, "vocab_size", None):
         raise ConfigError(
             f"model: {file} is of {config.model_type!r}, which is no causal language model: give a function that makes the model, "
             "module:function, or zs.plan(model_fn, batch=make_batch, loss=...)."
@@ -230,10 +231,7 @@ def _of_config(config: Any) -> nn.Module:
     """Build the causal language model of a Hugging Face configuration: attention by torch's own kernels, parameters in fp32."""
     transformers = _transformers(config.model_type)
     config.use_cache = False
-    classes = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    fused = getattr(classes[0] if isinstance(classes, (tuple, list)) else classes, "_supports_sdpa", False)
-    settings = {"attn_implementation": "sdpa" if fused else "eager", "dtype": torch.float32}
-    model = transformers.AutoModelForCausalLM.from_config(config, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # by default with sdpa, where a model has it
     if _experts(config.get_text_config()):
         group_experts(model)
     return model
@@ -306,14 +304,9 @@ def _function(text: str) -> ModelSource:
 
 def group_experts(model: Any) -> None:
     """Make a model of Transformers compute its experts by `grouped_experts`."""
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    except ImportError as error:  # earlier versions have a module for each expert, and read the routing
-        raise ConfigError("a model with experts is planned with transformers 5 or later: pip install -U transformers") from error
-    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, grouped_experts)
-    if not model._can_set_experts_implementation():
+    if not any(map(transformers_compat.are_experts, model.modules())):
         raise ConfigError(f"{type(model).__name__}: its experts read the routing of tokens, which a plan does not have.")
-    model.set_experts_implementation(EXPERTS)
+    transformers_compat.compute_experts_by(model, EXPERTS, grouped_experts)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -346,7 +339,7 @@ def grouped_experts(experts: Any, hidden: Tensor, chosen: Tensor, scores: Tensor
         return rows + getattr(experts, f"{name}_bias")[sorted_experts] if experts.has_bias else rows
 
     rows = linear(rows, "gate_up_proj" if gated else "up_proj")
-    rows = linear(experts._apply_gate(rows) if gated else experts.act_fn(rows), "down_proj")
+    rows = linear(transformers_compat.apply_gate(experts, rows) if gated else experts.act_fn(rows), "down_proj")
     rows = rows * scores.reshape(-1)[order][:, None]
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)

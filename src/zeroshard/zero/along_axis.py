@@ -77,10 +77,11 @@ def check_axes(model: nn.Module, lines: Mapping[str, Parts]) -> None:
     lines: as for `connect`.
     """
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "base_layer", None), AlongAxis):
+        adapted = module.get_base_layer() if hasattr(module, "get_base_layer") else None  # PEFT's
+        if isinstance(adapted, AlongAxis):
             raise ConfigError(
-                f"{name} adapts parameters that are divided over the axis {module.base_layer.axis!r} (LoRA with target_parameters), and needs "
-                f"whole ones. Adapt other modules (target_modules), or leave {module.base_layer.axis!r} out of the mesh."
+                f"{name} adapts parameters that are divided over the axis {adapted.axis!r} (LoRA with target_parameters), and needs "
+                f"whole ones. Adapt other modules (target_modules), or leave {adapted.axis!r} out of the mesh."
             )
         if isinstance(module, AlongAxis) and module.axis not in lines:
             raise ConfigError(

@@ -32,6 +32,7 @@ from ..utils import torch_compat
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name
 from ..utils.torch_compat import own_buffers, own_parameters, swap, tree_map_only
+from ..utils.transformers_compat import initialiser
 from .parameter import gather_flat
 from .rank_consistency import agree_on_values
 from .shared_storage import Origin
@@ -276,8 +277,8 @@ def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[s
         with torch.no_grad():
             reset()
         covered |= inside
-    if hasattr(model, "_init_weights"):
-        covered |= meta_names | _init_weights(model, bool(meta_names), set(undefined_buffers))
+    if wanted and (own := initialiser(model)) is not None:
+        covered |= meta_names | _initialise_by(own, model, bool(meta_names), set(undefined_buffers))
     missing = sorted(wanted - covered)
     what = f"nothing initialises {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} of this meta-device model"
     if meta_names.intersection(missing):
@@ -293,15 +294,15 @@ def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[s
 
 
 @torch.no_grad()
-def _init_weights(model: nn.Module, everywhere: bool, undefined: set[str]) -> set[str]:
-    """Apply the model's `_init_weights` to all modules, or to those with undefined buffers; return the buffers that it wrote."""
+def _initialise_by(own: Callable[[nn.Module], object], model: nn.Module, everywhere: bool, undefined: set[str]) -> set[str]:
+    """Apply a model's method `own` to all modules, or to those with undefined buffers; return the buffers that it wrote."""
     holders = {id(model.get_submodule(name.rpartition(".")[0])) for name in undefined}
     before = {name: (buffer, writes_of(buffer)) for name, buffer in model.named_buffers() if name in undefined}
     for module in model.modules() if not everywhere else ():
         if id(module) in holders:
-            model._init_weights(module)  # type: ignore[operator]
+            own(module)
     if everywhere:
-        model.apply(model._init_weights)  # type: ignore[arg-type]
+        model.apply(own)  # type: ignore[arg-type]
     after = dict(model.named_buffers())
     return {name for name, (buffer, writes) in before.items() if after.get(name) is not buffer or writes_of(buffer) != writes}
 

@@ -24,6 +24,7 @@ from ..config import Config, Tier
 from ..errors import OUT_OF_MEMORY_PAGE, DeviceMemoryError, HostMemoryError
 from ..memory.host_memory import limits, resident_nbytes
 from ..memory.ledger import GATHERED, PARTIAL, STAGING, Ledger
+from ..utils.transformers_compat import recomputes
 from .parameter import ParamSpec
 
 if TYPE_CHECKING:
@@ -89,12 +90,7 @@ def tell_shortage(
     allocated = resident_nbytes()
     if comm.device.type == "cuda":
         allocated = max(torch.cuda.memory_allocated(comm.device), _amount(r"([\d.]+) (\w+) is allocated by PyTorch", error))
-    checkpointed = any(  # by zs.checkpoint_activations, torch's wrapper or Transformers' switch
-        "_zeroshard_activations" in module.__dict__
-        or type(module).__name__ == "CheckpointWrapper"
-        or getattr(module, "gradient_checkpointing", False) is True
-        for module in model.modules()
-    )
+    checkpointed = recomputes(model) or any("_zeroshard_activations" in module.__dict__ for module in model.modules())
     shortage = Shortage(
         type(model).__name__, config, ledger, comm, where, numels, trained / max(sum(map(sum, numels.values())), 1),
         comm.streams.separate_host, max(allocated - sum(ledger.now.values()), 0),

@@ -15,6 +15,7 @@ from ...errors import did_you_mean
 from ...optim.lion import Lion
 from ...optim.muon import Muon
 from ...utils.dtypes import is_narrow
+from ...utils.transformers_compat import kept_in_fp32
 from .config_keys import KEYS, Treatment
 from .cpu_optimizers import DeepSpeedCPUAdam, FusedAdam
 from .ds_config import OFFLOAD_STAGES, DeepSpeedConfig, dtype_of
@@ -246,11 +247,11 @@ def cast_buffers(config: DeepSpeedConfig, model: nn.Module) -> None:
     if config.keep_in_fp32_modules != "auto":
         patterns = [name.replace("*", ".*") for name in config.keep_in_fp32_modules]
     else:
-        attributes = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if config.float16_config.enabled else [])
         patterns = [
             (rf"^{re.escape(prefix)}\..*" if prefix else "") + name.replace("*", ".*")
-            for prefix, module in model.named_modules() for attribute in attributes for name in getattr(module, attribute, None) or ()
-        ]  # fmt: skip
+            for prefix, module in model.named_modules()
+            for name in kept_in_fp32(module, bool(config.float16_config.enabled))
+        ]
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}".removeprefix(".")

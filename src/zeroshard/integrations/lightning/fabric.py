@@ -54,11 +54,14 @@ class FabricSharding(Sharding):
     Model and optimizer are set up together: fabric.setup(model, optimizer).
     """
 
+    precision_name = "precision"
     precision = Sharding._plugin
 
     def __init__(self, stage: int = 3, **settings: Any) -> None:
         super().__init__(stage, **settings)
-        self._backward_sync_control = _Accumulation()
+        for name, value in vars(self).items():  # the object that Fabric asks has this method, whatever its name
+            if hasattr(value, "no_backward_sync"):
+                setattr(self, name, _Accumulation())
 
     # -- set up ------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ full checkpoint       PATH                    a file of torch.save, as one proce
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ class Sharding(DDPStrategy):
     """First base class of the strategies, before Lightning's DDPStrategy; it has their options."""
 
     _precision_class: type
+    precision_name: str  # of the property by which Lightning knows the precision plugin
 
     def __init__(
         self,
@@ -89,10 +91,10 @@ class Sharding(DDPStrategy):
         self._options = {name: settings.pop(name) for name in list(settings) if name in known}
         self._options |= {"stage": stage} if config is None and "preset" not in self._options else {}
         zs.Config.build(config, **self._options)  # check options now, before ranks are started
-        super().__init__(**settings)
-        if unknown := getattr(self, "_ddp_kwargs", {}):
-            name, listed = next(iter(unknown)), ", ".join(sorted(known))
+        if unknown := settings.keys() - inspect.signature(super().__init__).parameters.keys():
+            name, listed = min(unknown), ", ".join(sorted(known))
             raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, known)} Known: {listed}, and those of DDPStrategy.")
+        super().__init__(**settings)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -102,7 +104,7 @@ class Sharding(DDPStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, given: CheckpointIO | None) -> None:
         self._check_io(given)
-        self._checkpoint_io = given
+        super(Sharding, type(self)).checkpoint_io.fset(self, given)
 
     def _check_io(self, given: CheckpointIO | None) -> None:
         if given is not None and self._state_dict_type == "sharded":
@@ -116,20 +118,22 @@ class Sharding(DDPStrategy):
     @property
     def _plugin(self) -> Precision:
         """Our precision plugin, in the place of the one that the Trainer or Fabric makes for `precision` and assigns."""
-        return self._precision_plugin or self._precision_class("32-true", self)
+        given = getattr(super(), self.precision_name)
+        return given if isinstance(given, self._precision_class) else self._precision_class("32-true", self)
 
     @_plugin.setter
     def _plugin(self, given: Precision | None) -> None:
         """Raise ConfigError for a precision that zs.shard does not have."""
+        theirs = getattr(super(Sharding, type(self)), self.precision_name)
         if given is None or isinstance(given, self._precision_class):
-            self._precision = self._precision_plugin = given  # the names by which Fabric and the Trainer know it
+            theirs.fset(self, given)
             return
         name = str(getattr(given, "precision", type(given).__name__))
         own = {"Precision", "HalfPrecision", "MixedPrecision"}
         if name not in PRECISIONS or type(given).__name__ not in own:
             known, kind = ", ".join(PRECISIONS), type(given).__name__
             raise ConfigError(f"precision: expected one of {known}, got {name!r} ({kind}): zeroshard casts by itself.")
-        self._precision = self._precision_plugin = self._precision_class(name, self)
+        theirs.fset(self, self._precision_class(name, self))
 
     def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Call zs.shard with at most one optimizer, after zs.close if the model is sharded already (collective)."""

@@ -20,6 +20,7 @@ from torch import nn
 
 import zeroshard as zs
 
+from ...utils.lightning_compat import synchronise_layers
 from .sharding import Sharding, is_sharded, whole_state_dict
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class TrainerSharding(Sharding):
     ordinary one. precision: all precisions below fp32 except "bf16-true" have fp32 masters; "-mixed" adds autocast.
     """
 
+    precision_name = "precision_plugin"
     precision_plugin = Sharding._plugin
     optimizers: list[torch.optim.Optimizer]  # a property of Lightning's strategy
     _restored = False  # True if load_checkpoint has loaded model and optimizer: Lightning must not load them again
@@ -51,17 +53,17 @@ class TrainerSharding(Sharding):
         """Shard the model, in a fit with its optimizer (collective). An evaluation keeps a model that is sharded already."""
         self.accelerator.setup(trainer)
         self._restored, model, fitting = False, self.lightning_module, trainer.state.fn == "fit"
-        if fitting and self._layer_sync and not is_sharded(model):
-            self._layer_sync.apply(model)
+        if fitting and not is_sharded(model):
+            synchronise_layers(self, model)
         self.module_to_device(model)
         if fitting:
             if is_sharded(model):
                 zs.close(model)
-            self._reset_optimizers_and_schedulers()  # those of an earlier fit refer to the closed model
+            self.optimizers, self.lr_scheduler_configs = [], []  # those of an earlier fit refer to the closed model
             self.setup_optimizers(trainer)
         if fitting or not is_sharded(model):
-            # if configure_optimizers returns None, Lightning makes a _MockOptimizer
-            self._shard(model, [each for each in self.optimizers if type(each).__name__ != "_MockOptimizer"] if fitting else [])
+            # if configure_optimizers returns None, Lightning makes an optimizer without parameters
+            self._shard(model, [each for each in self.optimizers if each.param_groups] if fitting else [])
         self.optimizers = self.optimizers  # makes Lightning's wrappers again, which imitate the optimizer's new class
         self.setup_precision_plugin()
 
