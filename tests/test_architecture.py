@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import foreign_names
 import private_names
 import pytest
 
@@ -266,4 +267,38 @@ def test_private_names_of_torch_are_found_in_any_guise(tmp_path):
     assert found == [
         (4, "torch._subclasses.fake_tensor"), (9, "_modules"), (10, "torch.distributed.distributed_c10d._world"), (11, "_version"),
         (12, "_backward_hooks"),
+    ]  # fmt: skip
+
+
+@functools.cache
+def foreign_attributes() -> dict[str, set[str]]:
+    return foreign_names.attributes()
+
+
+def test_names_of_other_projects_that_are_no_interface_are_in_one_file_each():
+    """So that what a release takes away is mended there, or refused by name (utils/releases.py, tests/utils)."""
+    theirs = {module for module in MODULES if module.startswith(foreign_names.INTERFACE)}
+    found = [
+        f"{module}, line {use.line}: {use.name} ({use.project})"
+        for module, path in MODULES.items()
+        for use in foreign_names.foreign_uses(path, foreign_attributes())
+        if foreign_names.FILES.get(use.project) != module
+        and not (module in theirs and (use.project == "deepspeed's files" or use.name.startswith("transformers.models.")))
+    ]
+    assert not found, "\n".join([*found, f"give each a name in the project's file: {foreign_names.FILES}"])
+
+
+def test_names_of_other_projects_are_found_in_any_guise(tmp_path):
+    path = tmp_path / "guises.py"
+    path.write_text(
+        "import transformers\nfrom transformers import LlamaConfig\nfrom transformers.integrations.moe import ExpertsInterface\n"
+        "import importlib, sys\nsys.modules.get('transformers.masking_utils')\nimportlib.import_module('lightning.pytorch.plugins')\n"
+        "class Own:\n    def __init__(self):\n        self._tp_plan = 1\n    def read(self):\n        return self._tp_plan\n"
+        "model.config._attn_implementation\ngetattr(model, '_init_weights')\nexperts.has_gate\nstrategy._launcher\n"
+        "vars(file)['load_balancing_loss_func']\nsaved['param_shapes']\n'a text about transformers.masking_utils'\nmodel._own\n"
+    )
+    found = [(use.line, use.name) for use in foreign_names.foreign_uses(path, foreign_attributes())]
+    assert found == [
+        (3, "transformers.integrations.moe"), (5, "transformers.masking_utils"), (12, "_attn_implementation"), (13, "_init_weights"),
+        (14, "has_gate"), (15, "_launcher"), (16, "load_balancing_loss_func"), (17, "param_shapes"),
     ]  # fmt: skip

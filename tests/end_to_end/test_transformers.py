@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from zoo import Case, check, every_mode, run_threads, same, seeded
 
 import zeroshard as zs
+from zeroshard.comm.launch import run_processes
 
-transformers = pytest.importorskip("transformers")
+transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 
 SMALL = {"vocab_size": 31, "attn_implementation": "eager"}
 
@@ -125,6 +129,62 @@ def test_generate(mode, how):
             assert report.peak["gathered units"] > 0  # the copies
         else:
             assert report.peak["gathered units"] == 0 or mode["stage"] == 3
+
+
+def _speak(model, rank: int, **how):
+    """Rank 0 ends after 2 tokens, rank 1 after 8."""
+    torch.manual_seed(rank)
+    prompt = torch.tensor([[5, 6, 7], [3, 2, 9]]) + rank
+    return model.generate(input_ids=prompt, max_new_tokens=2 + 6 * rank, pad_token_id=0, eos_token_id=None, **how)
+
+
+class _Earlier(transformers.LlamaForCausalLM):
+    """A model of a release whose generate() does not take `synced_gpus` by name."""
+
+    def generate(self, **kwargs):
+        return super().generate(**kwargs, synced_gpus=False)
+
+
+def _generate_on_processes(rank: int, size: int):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ways, found = ({"do_sample": False}, {"do_sample": True, "temperature": 2.0}, {"num_beams": 3, "do_sample": False}), []
+    for backend, adapted in itertools.product(("dist", "shared"), (False, True)):
+        os.environ["ZEROSHARD_COMM"] = backend
+        model = seeded(llama).eval()
+        if adapted:
+            lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+            model = peft.get_peft_model(model, lora).eval()
+        whole = copy.deepcopy(model)
+        zs.shard(model, None, stage=3)
+        found += [torch.equal(_speak(model, rank, **how), _speak(whole, rank, **how)) for how in ways]
+        with zs.gathered(model):  # a rank alone may generate
+            found += [torch.equal(_speak(model, 0), _speak(whole, 0))] if rank == 0 else []
+        assert "generate" not in vars(zs.close(model))
+    return found
+
+
+@pytest.mark.processes
+def test_ranks_generate_texts_of_other_lengths_as_one_process_does():
+    first, second = run_processes(_generate_on_processes, 2)
+    assert all(first) and all(second) and len(first) == len(second) + 4 == 16
+
+
+def _wait_in_vain(rank: int, size: int) -> str:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    os.environ["ZEROSHARD_COMM"] = "dist"
+    model, _ = zs.shard(_Earlier(transformers.LlamaConfig(**LLAMA)).eval(), None, stage=3, stall_timeout_s=3)
+    with pytest.raises(RuntimeError) as told:  # gloo's, on the rank that has ended
+        _speak(model, rank)
+        dist.barrier()
+    return str(told.value)
+
+
+@pytest.mark.processes
+def test_where_transformers_can_not_be_told_the_error_names_the_argument_that_helps():
+    _, told = run_processes(_wait_in_vain, 2)
+    assert "where ranks end at other lengths, pass synced_gpus=True on all of them. no progress for 3 s" in told
 
 
 @pytest.mark.parametrize("mode", [{"stage": 0}, {"stage": 2}, {"stage": 3}], ids=str)

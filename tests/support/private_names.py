@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,3 +125,17 @@ def found(name: str) -> Any:
             importlib.import_module(".".join(parts[:number]))
         value = getattr(value, part)
     return value
+
+
+def renamed(monkeypatch: Any, module: Any, name: str, new: str, *more: Any) -> None:
+    """Give a function of a module another name, as a later release would: in the module, and in the code of those that call it.
+
+    more: functions of other modules, or methods, that call it.
+    """
+    function = vars(module)[name]
+    monkeypatch.delattr(module, name)
+    monkeypatch.setattr(module, new, function, raising=False)
+    for caller in (*filter(inspect.isfunction, vars(module).values()), *more):
+        code = caller.__code__
+        if name in code.co_names:
+            monkeypatch.setattr(caller, "__code__", code.replace(co_names=tuple(new if each == name else each for each in code.co_names)))

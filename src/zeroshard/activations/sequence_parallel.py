@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def check(model: nn.Module) -> None:
 def attach(runtime: Runtime, line: Line, tp: int) -> None:
     """Let the attention of a sharded model be over whole sequences. line: the ranks along sp. tp: number of ranks along tp."""
     sequence, model = SequenceParallel(line, runtime.schedule.note, tp), runtime.model
-    handles: list[Any] = [_Detached(model)]
+    handles: list[Any] = [SimpleNamespace(remove=lambda: [of_module.pop(module, None) for module in model.modules()])]
     covered: set[nn.Module] = set()
     for module in model.modules():
         of_module[module] = sequence
@@ -117,15 +118,3 @@ def _expect_calls(sequence: SequenceParallel, pretrained: bool) -> Callable[...,
             print(f"zeroshard: {text}", file=sys.stderr)
 
     return after
-
-
-class _Detached:
-    """Handle whose removal makes the modules of a model ordinary again."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def remove(self) -> None:
-        """Forget the modules on close."""
-        for module in self.model.modules():
-            of_module.pop(module, None)

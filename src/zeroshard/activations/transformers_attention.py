@@ -28,7 +28,7 @@ from ..utils.autograd import Running
 from ..utils.axes import SP
 from ..utils.releases import lacking
 from ..utils.torch_compat import FakeTensor
-from ..utils.transformers_compat import answer_for_packed, attention_of, eager_attention, set_attention
+from ..utils.transformers_compat import answer_for_packed, attention_of, eager_attention, replace_eager
 from .causal import LAST_QUERIES
 from .ulysses import SequenceParallel, active_in
 
@@ -41,6 +41,7 @@ _POOLED = (
 )  # fmt: skip
 _LAYERS = ("full_attention", "sliding_attention", "dense", "sparse", "moe")  # whose tokens meet in attention only
 _OF_MASKS = ("q_length", "kv_length", "attention_mask", "mask_function", "config")  # arguments of mask functions
+_FEATURE = "sequence parallelism (an axis sp)"
 _LOCK = threading.Lock()  # of the registries, since ranks may be threads
 _running = Running()  # the forwards of models, each with the _Forward by which masks are made; None: torch's own
 
@@ -63,6 +64,8 @@ class _Forward:
 def check(name: str, model: Any) -> None:
     """Raise ConfigError if the attention of a Transformers model can not be shared by ranks along sp."""
     config, what = model.config, f"sp: {type(model).__name__}{f' ({name})' if name else ''}"
+    attention_of(config)  # which is read and set later
+    _wrap_registries()
     if not model.is_backend_compatible():
         raise ConfigError(
             f"{what} does not take its attention from Transformers' registry of attention functions, where it could be exchanged. Shard "
@@ -94,10 +97,9 @@ def check(name: str, model: Any) -> None:
 
 
 def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
-    """Let a Transformers model attend to whole sequences; return handles whose removal undoes that."""
-    _wrap_registries()
+    """Let a Transformers model, which `check` has let pass, attend to whole sequences; return handles whose removal undoes that."""
     with contextlib.suppress(ConfigError):  # else batches with packed sequences are refused
-        find_packed("sp")
+        answer_for_packed(find_packed, "sp")
     parameters = inspect.signature(type(model).forward).parameters.values()
     names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][1:]  # a stage of a pipeline takes *args
     counted = any(isinstance(each, nn.Embedding) and hasattr(each, "offset") for each in model.modules())  # OPT
@@ -120,9 +122,7 @@ def attach(model: Any, sequence: SequenceParallel) -> list[Any]:
         model.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True),
         model.register_forward_hook(torch.compiler.disable(after), always_call=True),
     ]
-    if attention_of(model.config) == "eager":
-        handles.append(_Eager(model.config))
-    return handles
+    return handles + replace_eager(model.config, _EAGER)
 
 
 def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict, counted: bool) -> _Forward:
@@ -156,7 +156,7 @@ def _begin(model: nn.Module, sequence: SequenceParallel, kwargs: dict, counted: 
         return _Forward(sequence, None, None)
     packed = bool(_parts(whole).any())
     if packed:
-        find_packed(f"{what}: the batch has packed sequences")
+        answer_for_packed(find_packed, f"{what}: the batch has packed sequences")
     return _Forward(sequence, None, whole, packed)
 
 
@@ -165,12 +165,7 @@ def _parts(positions: Tensor) -> Tensor:
     return (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
 
 
-def find_packed(what: str) -> None:
-    """Let masks leave packed sequences to `_mask`. Raise ConfigError, which begins with `what`, if Transformers does not."""
-    answer_for_packed(_packed, what)
-
-
-def _packed(find: Callable, position_ids: Tensor) -> Tensor | None:
+def find_packed(find: Callable, position_ids: Tensor) -> Tensor | None:
     """Return what `find` does outside of a forward over an axis sp; in one, note that the next mask is of packed sequences.
 
     None: there is one sequence. Positions of tensors without values, in a plan, can not be read, and are taken for those of one:
@@ -185,13 +180,13 @@ def _packed(find: Callable, position_ids: Tensor) -> Tensor | None:
     return None
 
 
-def _mask(function: Callable, name: str, **kwargs: Any) -> Any:
+def _mask(function: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a mask function of the registry: in a forward over an axis sp, for whole sequences."""
     forward: _Forward | None = next(reversed(_running.values()), None)
-    if forward is None:
-        return function(**kwargs)
+    if forward is None or args:
+        return function(*args, **kwargs)
     if missing := [each for each in _OF_MASKS if each not in kwargs]:
-        raise lacking("transformers", f"{', '.join(missing)} in calls of mask functions", "sequence parallelism (an axis sp)")
+        raise lacking("transformers", f"{', '.join(missing)} in calls of mask functions", _FEATURE)
     length = kwargs["q_length"]
     if kwargs["kv_length"] != length:
         raise ConfigError(
@@ -218,8 +213,13 @@ def _mask(function: Callable, name: str, **kwargs: Any) -> Any:
         kwargs["mask_function"] = lambda batch, head, query, key: of_pair(batch, head, share.row(query, length), key)
     mask = function(**kwargs)
     if mask is None and name == "sdpa" and kwargs.get("allow_is_causal_skip") is False:  # it would be causal attention alone
-        raise lacking("transformers", "allow_is_causal_skip of mask functions", "sequence parallelism (an axis sp)")
+        raise lacking("transformers", "allow_is_causal_skip of mask functions", _FEATURE)
     return mask
+
+
+def _attention(function: Callable, name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an attention function of the registry: in a model over an axis sp, for whole sequences."""
+    return (function if active_in(module) is None else functools.partial(_attend, function, name))(module, *args, **kwargs)
 
 
 def _attend(
@@ -292,18 +292,6 @@ class _OfRank:
         return getattr(self._module, name)
 
 
-class _Eager:
-    """Handle: a config whose attention is "eager" names an entry of the registry instead, until `remove`."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        set_attention(config, _EAGER)
-
-    def remove(self) -> None:
-        """Restore the name."""
-        set_attention(self.config, "eager")
-
-
 def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute eager attention as the module itself would."""
     return eager_attention(module._module if isinstance(module, _OfRank) else module)(module, *args, **kwargs)
@@ -311,36 +299,16 @@ def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _wrap_registries() -> None:
     """Wrap the functions of Transformers' registries that are not wrapped yet."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError:
+        raise lacking("transformers", "AttentionInterface and AttentionMaskInterface", _FEATURE) from None
     with _LOCK:
         attentions, masks = AttentionInterface(), AttentionMaskInterface()  # all objects of a registry show the same entries
         if _EAGER not in attentions:
             attentions.register(_EAGER, _eager)
             masks.register(_EAGER, masks["eager"])
-        for name, function in list(attentions.items()):
-            if not hasattr(function, "_zeroshard"):
-                attentions.register(name, _wrapped_attention(function, name))
-        for name, function in list(masks.items()):
-            if not hasattr(function, "_zeroshard"):
-                masks.register(name, _wrapped_mask(function, name))
-
-
-def _wrapped_attention(function: Callable, name: str) -> Callable:
-    @functools.wraps(function)
-    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if active_in(module) is None:
-            return function(module, *args, **kwargs)
-        return _attend(function, name, module, *args, **kwargs)
-
-    attention._zeroshard = True  # type: ignore[attr-defined]
-    return attention
-
-
-def _wrapped_mask(function: Callable, name: str) -> Callable:
-    @functools.wraps(function)
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if args else _mask(function, name, **kwargs)
-
-    mask._zeroshard = True  # type: ignore[attr-defined]
-    return mask
+        for registry, ours in ((attentions, _attention), (masks, _mask)):
+            for name, function in list(registry.items()):
+                if getattr(function, "func", None) is not ours:
+                    registry.register(name, functools.update_wrapper(functools.partial(ours, function, name), function))

@@ -31,7 +31,6 @@ from ..offload.storage import Tiers
 from ..tensor.state_column import is_column
 from ..tensor.tiled_parameter import part_of
 from ..utils.torch_compat import disable_current_modes
-from ..utils.transformers_compat import is_adafactor
 from ..zero.chunked_gather import ChunkedGather
 from ..zero.parameter import ParamSpec
 from .inner_optimizer import Options, State, fresh
@@ -78,7 +77,7 @@ def declared(optimizer: torch.optim.Optimizer) -> Where | None:
     for cls in type(optimizer).__mro__:
         if cls in _DECLARED:
             return _DECLARED[cls]
-        if is_adafactor(cls):  # which is declared without importing its package
+        if cls.__name__ == "Adafactor" and cls.__module__.startswith("transformers."):  # without importing its package
             return lambda param, options: True
     return None
 

@@ -53,24 +53,7 @@ class Family:
     head: str = ""
 
 
-_LLAMA = {
-    **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
-    "self_attn.o_proj": "rowwise",
-    **{f"mlp.{name}_proj": "colwise" for name in ("gate", "up")},
-    "mlp.down_proj": "rowwise",
-}
 FAMILIES = {
-    "llama": Family(_LLAMA),
-    "mixtral": Family(
-        {
-            **_LLAMA,
-            "mlp.experts.gate_up_proj": "packed_colwise",  # (experts, 2 * intermediate, hidden)
-            "mlp.experts.down_proj": "rowwise",  # (experts, hidden, intermediate)
-            "mlp.experts": EXPERTS,
-            "block_sparse_moe.experts.*.w[13]": "colwise",  # Transformers 4: a module for each expert
-            "block_sparse_moe.experts.*.w2": "rowwise",
-        }
-    ),
     "gpt2": Family(
         {
             "attn.c_attn": "packed_qkv",

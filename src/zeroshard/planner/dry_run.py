@@ -45,7 +45,7 @@ from ..testing import imagined_mesh
 from ..utils import torch_compat
 from ..utils.axes import DP, EP, PLANNED, PP, SP, TP, cuts_model, planned_sizes
 from ..utils.torch_compat import FakeTensor, PlanMode
-from ..utils.transformers_compat import is_pretrained
+from ..utils.transformers_compat import answer_for_packed, is_pretrained
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import Unit
 from .faults import NO_NUMBERS, first_line, told, where
@@ -131,7 +131,7 @@ def plan(
         with torch.inference_mode(False), torch.enable_grad():
             model = _built(model_fn)
             if any(map(is_pretrained, model.modules())):  # in a run they read that the positions are those of one sequence
-                find_packed(f"a plan of {type(model).__name__}")
+                answer_for_packed(find_packed, f"a plan of {type(model).__name__}")
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or total, loss, parallel or {}, hold,
                 model_fn if whole else None, tiles=tiles or {},

@@ -331,12 +331,12 @@ def grouped_experts(experts: Any, hidden: Tensor, chosen: Tensor, scores: Tensor
     tokens, top_k = chosen.shape
     sorted_experts, order = torch.sort(chosen.reshape(-1))
     rows = hidden[order // top_k]  # (tokens * top_k, dim)
-    gated = experts.has_gate
+    gated, biased, transposed = transformers_compat.form_of(experts)
 
     def linear(rows: Tensor, name: str) -> Tensor:
         weights = getattr(experts, name)
-        rows = _GroupedProduct.apply(rows, weights if experts.is_transposed else weights.transpose(-2, -1))
-        return rows + getattr(experts, f"{name}_bias")[sorted_experts] if experts.has_bias else rows
+        rows = _GroupedProduct.apply(rows, weights if transposed else weights.transpose(-2, -1))
+        return rows + getattr(experts, f"{name}_bias")[sorted_experts] if biased else rows
 
     rows = linear(rows, "gate_up_proj" if gated else "up_proj")
     rows = linear(transformers_compat.apply_gate(experts, rows) if gated else experts.act_fn(rows), "down_proj")

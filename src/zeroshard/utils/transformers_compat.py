@@ -11,7 +11,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,24 +22,20 @@ from .releases import lacking, taken
 from .torch_compat import FakeTensorMode
 
 _PROJECT = "transformers"
+_EXPERTS = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")  # set by `use_experts_implementation`
+_IN_FP32 = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
+_LOSS = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # arguments; a function with others computes something else
 NAMES = {
     "_attn_implementation": "sequence parallelism (an axis sp) of a Transformers model",
     "eager_attention_forward": "sequence parallelism (an axis sp) of a Transformers model with attn_implementation='eager'",
     "masking_utils": "packed sequences in a Transformers model over an axis sp, and plans of such models",
     "load_balancing_loss_func": "the router's loss of all ranks (axes ep and sp)",
-    "integrations.moe": "a plan of a model with experts",
-    "_apply_gate": "a plan of a model with experts",
-    "_is_expert_parallel": "experts in tiles, or divided over an axis ep",
-    "has_gate": "experts in tiles, or divided over an axis ep",
-    "has_bias": "experts in tiles, or divided over an axis ep",
-    "is_transposed": "experts in tiles, or divided over an axis ep",
+    **dict.fromkeys(("integrations.moe", "_apply_gate"), "a plan of a model with experts"),
+    **dict.fromkeys(_EXPERTS[1:], "experts in tiles, or divided over an axis ep"),
     "_init_weights": "the values of a Transformers model that was made on the meta device",
-    "_keep_in_fp32_modules": "data_types.keep_in_fp32_modules: 'auto'",
-    "_keep_in_fp32_modules_strict": "data_types.keep_in_fp32_modules: 'auto'",
+    **dict.fromkeys(_IN_FP32, "data_types.keep_in_fp32_modules: 'auto'"),
     "_tp_plan": "",  # where it is missing, heads that are no output embedding stay whole
 }
-_LOSS = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # arguments; a function with others computes something else
-_EXPERTS = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")  # set by `use_experts_implementation`
 
 
 def _taken(owner: Any, name: str) -> Any:
@@ -50,11 +46,6 @@ def is_pretrained(module: nn.Module) -> bool:
     """Return whether a module is a model of Transformers; False, without its import, if the program has not imported it."""
     theirs = any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
     return theirs and isinstance(module, sys.modules[_PROJECT].PreTrainedModel)
-
-
-def is_adafactor(cls: type) -> bool:
-    """Return whether a class is Transformers' Adafactor."""
-    return cls.__module__.startswith("transformers.") and cls is getattr(sys.modules[_PROJECT], "Adafactor", None)
 
 
 def recomputes(model: nn.Module) -> bool:
@@ -74,9 +65,12 @@ def attention_of(config: Any) -> str:
     return _taken(config, "_attn_implementation")
 
 
-def set_attention(config: Any, name: str) -> None:
-    """Configure a model for another attention function, also one of a name that Transformers does not check."""
+def replace_eager(config: Any, name: str) -> list[Any]:
+    """Configure a model for another function than eager attention. Return the handle that undoes it; none for other models."""
+    if attention_of(config) != "eager":
+        return []
     config._attn_implementation = name
+    return [SimpleNamespace(remove=lambda: setattr(config, "_attn_implementation", "eager"))]
 
 
 def eager_attention(module: Any) -> Callable:
@@ -160,6 +154,11 @@ def spread_experts(module: Any) -> bool:
     return getattr(module, "_is_expert_parallel", False)
 
 
+def form_of(experts: Any) -> tuple[bool, bool, bool]:
+    """Return whether experts have gates, biases, and weights (experts, in, out)."""
+    return experts.has_gate, experts.has_bias, experts.is_transposed
+
+
 def apply_gate(experts: Any, rows: Tensor) -> Tensor:
     """Return the activations (rows, width) of gated experts for the products (rows, 2 width) of gate and up projections."""
     return _taken(experts, "_apply_gate")(rows)
@@ -189,6 +188,5 @@ def initialiser(model: nn.Module) -> Callable[[nn.Module], object] | None:
 
 def kept_in_fp32(module: nn.Module, half: bool) -> list[str]:
     """Return the names of modules, inside of a module, that its class keeps in fp32. half: those too that are exact in bf16."""
-    names = ["_keep_in_fp32_modules_strict", *["_keep_in_fp32_modules"] * half]
-    declared = [_taken(module, name) if is_pretrained(module) else getattr(module, name, None) for name in names]
-    return [name for each in declared for name in each or ()]
+    own = functools.partial(_taken, module) if is_pretrained(module) else lambda name: getattr(module, name, None)
+    return [name for attribute in _IN_FP32[: 1 + half] for name in own(attribute) or ()]

@@ -7,18 +7,20 @@ torch.compile traces nothing of this library; in a later compilation `torch.comp
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..config import Config
-from ..errors import ModelChanged, ShardedAccessError
+from ..errors import ModelChanged, ShardedAccessError, StallError
 from ..tensor.distributed import distribution_of, in_state_dicts
 from ..tensor.sharded_tensor import ShardedParameter
 from ..utils import torch_compat
@@ -66,7 +68,7 @@ def attach(runtime: Runtime) -> None:
     model.__dict__["zero_grad"] = zero_grad
     model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     for module, name in _replaced(model):
-        module.__dict__.setdefault(name, functools.partial(_REPLACEMENTS[name], module))  # the program's own stays
+        module.__dict__.setdefault(name, functools.partial(_REPLACEMENTS[name], runtime, module))  # the program's own stays
     give_interface(runtime)
     runtime.handles += [model.register_load_state_dict_pre_hook(take_own_names), *in_state_dicts(model)]
 
@@ -136,13 +138,13 @@ def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return (module, name) of the methods of Transformers' models and torch's encoders that are replaced while the model is sharded."""
     models = [module for module in model.modules() if hasattr(type(module), "resize_token_embeddings")]
     encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoder)]
-    pairs = (models, "resize_token_embeddings"), (models, "save_pretrained"), (encoders, "forward")
+    pairs = (models, "resize_token_embeddings"), (models, "save_pretrained"), (models, "generate"), (encoders, "forward")
     return [(module, name) for modules, name in pairs for module in modules if hasattr(type(module), name)]
 
 
 def _resize(
-    module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: object, **kwargs: object
-) -> object:
+    _: Runtime, module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: object, **kwargs: object
+) -> object:  # fmt: skip
     """Replace `resize_token_embeddings` while sharded: raise ModelChanged unless the asked size is the present one."""
     rows = module.get_input_embeddings().weight.shape[0]
     wanted = rows if new_num_tokens is None else new_num_tokens
@@ -157,8 +159,8 @@ def _resize(
 
 
 def _save(
-    module: Any, save_directory: object, is_main_process: bool = True, state_dict: object = None, *args: object, **kwargs: object
-) -> object:
+    _: Runtime, module: Any, save_directory: object, is_main_process: bool = True, state_dict: object = None, *args: object, **kwargs: object
+) -> object:  # fmt: skip
     """Replace `save_pretrained` while sharded: only the main process, which writes the files, needs weights; others pass none.
 
     Raise ShardedAccessError if tensor parallelism has cut parameters: one process alone can not gather them.
@@ -172,7 +174,7 @@ def _save(
     return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
-def _encode(module: Any, *args: object, **kwargs: object) -> object:
+def _encode(_: Runtime, module: Any, *args: object, **kwargs: object) -> object:
     """Replace `forward` of nn.TransformerEncoder while sharded: where torch may take its fast path, gather the first layer before.
 
     torch looks at that layer's parameters before it runs the layer. If they are plain tensors, and there is padding, it computes
@@ -187,7 +189,30 @@ def _encode(module: Any, *args: object, **kwargs: object) -> object:
     return call(*args, **kwargs)
 
 
-_REPLACEMENTS: dict[str, Callable] = {"resize_token_embeddings": _resize, "save_pretrained": _save, "forward": _encode}
+def _generate(runtime: Runtime, module: Any, *args: object, **kwargs: object) -> object:
+    """Replace `generate` while sharded: a rank whose sequences have ended runs forwards until those of all ranks have, if gathers
+    need every rank, as Transformers has it for DeepSpeed and FSDP. A StallError names the argument where that was not asked for.
+    """
+    generate = type(module).generate
+    takes = inspect.signature(generate)
+    meets = runtime.attendance.gathers_meet and not all(unit.pinned for unit in runtime.units if unit.sharded)
+    synced = takes.bind(module, *args, **kwargs).arguments.get("synced_gpus") if "synced_gpus" in takes.parameters else False
+    if meets and synced is None and dist.is_initialized():  # it is told over the default process group
+        synced = kwargs["synced_gpus"] = True
+    try:
+        return generate(module, *args, **kwargs)
+    except StallError as error:
+        if synced or not meets:
+            raise
+        raise StallError(
+            "in generate() every rank takes part in the forwards of the others: where ranks end at other lengths, pass "
+            f"synced_gpus=True on all of them. {error}"
+        ) from error
+
+
+_REPLACEMENTS: dict[str, Callable] = {
+    "resize_token_embeddings": _resize, "save_pretrained": _save, "generate": _generate, "forward": _encode,
+}
 
 
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
