@@ -142,8 +142,9 @@ def has_gate(patch, masks):
 
 
 def has_initialisation(patch, masks):
+    whole = model_of("llama")
     with torch.device("meta"):
-        models = [type(model_of("llama"))(model_of("llama").config) for _ in range(2)]
+        models = [type(whole)(whole.config) for _ in range(2)]
     assert zs.full_state_dict(zs.shard(models[0], None)[0])["lm_head.weight"].std() > 0.01
     for cls in type(models[1]).__mro__:
         if "_init_weights" in vars(cls):
