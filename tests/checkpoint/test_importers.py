@@ -12,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import foreign_names
 import pytest
 import torch
 import torch.distributed as dist
@@ -427,6 +428,39 @@ def test_deepspeed_checkpoints_with_ranks_missing_are_refused(tmp_path):
             zs.shard(recorded.Net(), None, stage=3, weights=folder)
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("case", ["stage2", "stage3"])
+def test_files_without_an_entry_are_read_otherwise_or_refused(case, monkeypatch):
+    """As a later DeepSpeed might write them: never other values or states, never an error of Python."""
+    from zeroshard.checkpoint.importers import deepspeed
+
+    plain, refused = deepspeed.open_torch_file, set()
+
+    def without(item, name):
+        if isinstance(item, dict):
+            return {key: without(value, name) for key, value in item.items() if key != name}
+        return [without(each, name) for each in item] if isinstance(item, list) else item
+
+    def read():
+        model = recorded.Net()
+        optimizer = torch.optim.AdamW(recorded.groups_of(model), **recorded.OPTIONS)
+        zs.shard(model, optimizer, stage=3)
+        zs.load(DATA / case, model, optimizer)
+        return zs.full_state_dict(model), zs.full_optimizer_state(model)
+
+    expected = read()
+    for name in sorted(foreign_names.ENTRIES | {"module", "optimizer_state_dict", "param_groups", "state"}):
+        monkeypatch.setattr(deepspeed, "open_torch_file", lambda path: without(plain(path), name))
+        try:
+            torch.testing.assert_close(read(), expected, rtol=0, atol=0)
+        except zs.CheckpointError:
+            refused.add(name)
+    of_stage = {
+        "stage2": {"single_partition_of_fp32_groups", "base_optimizer_state"},
+        "stage3": {"fp32_flat_groups", "frozen_param_shapes"},
+    }
+    assert refused >= {"module", "buffer_names", "param_shapes", "optimizer_state_dict", "param_groups", "state", *of_stage[case]}
 
 
 def test_optimizers_that_count_steps_by_group_and_files_without_a_mapping_are_read(disk, tmp_path, monkeypatch):

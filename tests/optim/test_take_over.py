@@ -29,9 +29,7 @@ class OfBitsandbytes(Blockwise):
 
     def check_overrides(self):
         places = [
-            (group, place, param)
-            for group, each in enumerate(self.param_groups)
-            for place, param in enumerate(each["params"])
+            (group, place, param) for group, each in enumerate(self.param_groups) for place, param in enumerate(each["params"])
         ]
         for module, name, settings in self.of_modules:
             self.overrides |= {(group, place): settings for group, place, param in places if param is getattr(module, name)}

@@ -7,7 +7,6 @@ undocumented  any other name in the NAMES of the project's file: an attribute, o
 
 import ast
 import importlib
-import inspect
 import re
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -138,4 +138,6 @@ def renamed(monkeypatch: Any, module: Any, name: str, new: str, *more: Any) -> N
     for caller in (*filter(inspect.isfunction, vars(module).values()), *more):
         code = caller.__code__
         if name in code.co_names:
-            monkeypatch.setattr(caller, "__code__", code.replace(co_names=tuple(new if each == name else each for each in code.co_names)))
+            monkeypatch.setattr(
+                caller, "__code__", code.replace(co_names=tuple(new if each == name else each for each in code.co_names))
+            )

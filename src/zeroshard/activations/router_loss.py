@@ -96,7 +96,9 @@ def attach(runtime: Runtime) -> None:
         _running.leave(module)
 
     if is_added_by(runtime.model) and not any(map(balancing_losses, runtime.model.modules())):
-        runtime.schedule.note("router's loss: the mean of the ranks' own losses, since it is not Transformers' load-balancing loss")
+        runtime.schedule.note(
+            "router's loss: the mean of the ranks' own losses, since it is not Transformers' load-balancing loss"
+        )
     for module in filter(balancing_losses, runtime.model.modules()):
         handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
         hooks.also_remove(runtime, handles)

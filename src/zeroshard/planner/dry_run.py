@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

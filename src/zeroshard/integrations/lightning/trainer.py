@@ -37,6 +37,7 @@ class TrainerSharding(Sharding):
     precision_name = "precision_plugin"
     precision_plugin = Sharding._plugin
     optimizers: list[torch.optim.Optimizer]  # a property of Lightning's strategy
+    lr_scheduler_configs: list[Any]
     _restored = False  # True if load_checkpoint has loaded model and optimizer: Lightning must not load them again
 
     # -- set up ------------------------------------------------------------------------------------------------------
