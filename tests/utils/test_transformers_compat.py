@@ -73,13 +73,13 @@ def _registries(monkeypatch):
 # -- each name -------------------------------------------------------------------------------------------------------
 
 
-def has_attention(patch, masks):
+def has_attention(patch, masks, name="_attn_implementation", owner=transformers.PretrainedConfig):
     assert transformers_compat.attention_of(model_of("llama").config) == "sdpa"
-    patch.delattr(transformers.PretrainedConfig, "_attn_implementation")
+    patch.delattr(owner, name)
     models = [copy.deepcopy(model_of("llama")) for _ in range(2)]
 
     def on_rank(rank: int) -> None:
-        with refused("sequence parallelism", "_attn_implementation"):
+        with refused("sequence parallelism", name):
             zs.shard(models[rank], None, mesh=SP)
         zs.close(zs.shard(models[rank], None, stage=3)[0])
 
@@ -183,7 +183,7 @@ def has_plan_of_heads(patch, masks):
 
 
 NAMES = {
-    "_attn_implementation": has_attention, "eager_attention_forward": has_eager_attention, "masking_utils": has_masks,
+    "_attn_implementation": has_attention, "is_backend_compatible": functools.partial(has_attention, name="is_backend_compatible", owner=transformers.PreTrainedModel), "eager_attention_forward": has_eager_attention, "masking_utils": has_masks,
     "load_balancing_loss_func": has_balancing_loss, "integrations.moe": has_registry_of_experts, "_apply_gate": has_gate,
     **{name: functools.partial(has_experts, name=name) for name in ("_is_expert_parallel", "has_gate", "has_bias", "is_transposed")},
     "_init_weights": has_initialisation, "_keep_in_fp32_modules": has_names_in_fp32,

@@ -80,7 +80,8 @@ def _is_causal_lm(module: Any) -> bool:
 def _is_of_next_token(loss: Callable) -> bool:
     """Return whether a loss function computes on three tokens what the cross-entropy of the next token is."""
     with disable_current_modes():  # a plan has tensors without values
-        logits, labels = torch.arange(15.0, device="cpu").sin().view(1, 3, 5), torch.tensor([[0, 3, 1]], device="cpu")
+        logits = torch.arange(15, dtype=torch.float32, device="cpu").sin().view(1, 3, 5)
+        labels = torch.tensor([[0, 3, 1]], device="cpu")
         wanted = nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
         try:
             return torch.allclose(loss(logits=logits, labels=labels, vocab_size=5), wanted)

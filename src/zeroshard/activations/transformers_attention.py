@@ -28,7 +28,13 @@ from ..utils.autograd import Running
 from ..utils.axes import SP
 from ..utils.releases import lacking
 from ..utils.torch_compat import FakeTensor
-from ..utils.transformers_compat import answer_for_packed, attention_of, eager_attention, replace_eager
+from ..utils.transformers_compat import (
+    answer_for_packed,
+    attention_of,
+    eager_attention,
+    replace_eager,
+    takes_registered_attention,
+)
 from .causal import LAST_QUERIES
 from .ulysses import SequenceParallel, active_in
 
@@ -66,7 +72,7 @@ def check(name: str, model: Any) -> None:
     config, what = model.config, f"sp: {type(model).__name__}{f' ({name})' if name else ''}"
     attention_of(config)  # which is read and set later
     _wrap_registries()
-    if not model.is_backend_compatible():
+    if not takes_registered_attention(model):
         raise ConfigError(
             f"{what} does not take its attention from Transformers' registry of attention functions, where it could be exchanged. Shard "
             "it over dp and tp, or take a model whose is_backend_compatible() is True."
@@ -203,15 +209,17 @@ def _mask(function: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
             (parts[row, query] == parts[row, key]) & of_positions(row, head, positions[row, query], positions[row, key])
         )
     share = sequence.share(heads // sequence.tp if isinstance(heads, int) else sequence.size)
-    if share.groups > 1:
-        if name not in _BY_MASK:
-            last = function(**kwargs | {"q_length": 1, "q_offset": whole - 1})
-            if last is None or last.ndim == 2:
-                return last  # the attention function knows what is causal, and takes a mask (B, S) of padding at most
+    in_groups = share.groups > 1
+    if in_groups and name not in _BY_MASK:
+        mask = function(**kwargs | {"q_length": 1, "q_offset": whole - 1})  # of the last query
+        # then the attention function knows what is causal, and takes a mask (B, S) of padding at most
+        in_groups = mask is not None and mask.ndim != 2
+    if in_groups:
         of_pair = kwargs["mask_function"]
         kwargs |= {"q_length": share.among * length, "allow_is_causal_skip": False}
         kwargs["mask_function"] = lambda batch, head, query, key: of_pair(batch, head, share.row(query, length), key)
-    mask = function(**kwargs)
+    if in_groups or share.groups == 1:
+        mask = function(**kwargs)
     if mask is None and name == "sdpa" and kwargs.get("allow_is_causal_skip") is False:  # it would be causal attention alone
         raise lacking("transformers", "allow_is_causal_skip of mask functions", _FEATURE)
     return mask

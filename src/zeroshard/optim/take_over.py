@@ -65,7 +65,7 @@ class TakeOver:
         if library == "torchao" and known:
             settings = [torchao_compat.settings_of(optimizer)]
             form = dataclasses.replace(form, block=256 if form.format == "fp32" else settings[0]["block_size"])
-        elif known or base in _ELEMENTWISE:
+        elif library == "bitsandbytes" and (known or base in _ELEMENTWISE):
             settings = bitsandbytes_compat.settings_of(optimizer)
             packed = [each["min_8bit_size"] for each in settings if each["optim_bits"] == 8]
             form = StateFormat("int8", min_numel=packed[0]) if packed else StateFormat("fp32")

@@ -128,7 +128,8 @@ def plan(
         # a plan is of training, even if the caller is under torch.no_grad() or torch.inference_mode()
         with torch.inference_mode(False), torch.enable_grad():
             model = _built(model_fn)
-            if any(map(is_pretrained, model.modules())):  # in a run they read that the positions are those of one sequence
+            takes = [inspect.signature(type(each).forward).parameters for each in model.modules() if is_pretrained(each)]
+            if any("position_ids" in names for names in takes):  # in a run they read that the positions are those of one sequence
                 answer_for_packed(find_packed, f"a plan of {type(model).__name__}")
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or total, loss, parallel or {}, hold,

@@ -231,9 +231,8 @@ def _of_config(config: Any) -> nn.Module:
     """Build the causal language model of a Hugging Face configuration: attention by torch's own kernels, parameters in fp32."""
     transformers = _transformers(config.model_type)
     config.use_cache = False
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32
-    )  # by default with sdpa, where a model has it
+    # by default with sdpa, where a model has it
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if _experts(config.get_text_config()):
         group_experts(model)
     return model

@@ -26,7 +26,9 @@ _EXPERTS = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_
 _IN_FP32 = ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
 _LOSS = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # arguments; a function with others computes something else
 NAMES = {
-    "_attn_implementation": "sequence parallelism (an axis sp) of a Transformers model",
+    **dict.fromkeys(
+        ("_attn_implementation", "is_backend_compatible"), "sequence parallelism (an axis sp) of a Transformers model"
+    ),
     "eager_attention_forward": "sequence parallelism (an axis sp) of a Transformers model with attn_implementation='eager'",
     "masking_utils": "packed sequences in a Transformers model over an axis sp, and plans of such models",
     "load_balancing_loss_func": "the router's loss of all ranks (axes ep and sp)",
@@ -63,6 +65,11 @@ def recomputes(model: nn.Module) -> bool:
 def attention_of(config: Any) -> str:
     """Return the name of the attention function that a model is configured for."""
     return _taken(config, "_attn_implementation")
+
+
+def takes_registered_attention(model: Any) -> bool:
+    """Return whether a model calls the functions of Transformers' registry of attention functions."""
+    return _taken(model, "is_backend_compatible")()
 
 
 def replace_eager(config: Any, name: str) -> list[Any]:

@@ -143,7 +143,8 @@ def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _resize(
-    _: Runtime, module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: object, **kwargs: object
+    _: Runtime, module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: object,
+    **kwargs: object,
 ) -> object:  # fmt: skip
     """Replace `resize_token_embeddings` while sharded: raise ModelChanged unless the asked size is the present one."""
     rows = module.get_input_embeddings().weight.shape[0]
@@ -159,7 +160,8 @@ def _resize(
 
 
 def _save(
-    _: Runtime, module: Any, save_directory: object, is_main_process: bool = True, state_dict: object = None, *args: object, **kwargs: object
+    _: Runtime, module: Any, save_directory: object, is_main_process: bool = True, state_dict: object = None, *args: object,
+    **kwargs: object,
 ) -> object:  # fmt: skip
     """Replace `save_pretrained` while sharded: only the main process, which writes the files, needs weights; others pass none.
 
