@@ -213,7 +213,10 @@ def _generate(runtime: Runtime, module: Any, *args: object, **kwargs: object) ->
 
 
 _REPLACEMENTS: dict[str, Callable] = {
-    "resize_token_embeddings": _resize, "save_pretrained": _save, "generate": _generate, "forward": _encode,
+    "resize_token_embeddings": _resize,
+    "save_pretrained": _save,
+    "generate": _generate,
+    "forward": _encode,
 }
 
 
