@@ -1,5 +1,6 @@
 """Every program of examples/ runs as its docstring says, on CPU ranks, and prints what the docstring promises."""
 
+import difflib
 import importlib.util
 import os
 import re
@@ -171,6 +172,24 @@ def test_zero_plus_plus_sends_a_quarter_between_its_two_nodes(tmp_path):
     sent = numbers(r"sends +([\d,]+) bytes", text)
     assert falls(sent, 0.3 * sent[0]) and len(sent) == 4
     assert all(float(last) < 1 < float(first) for first, last in re.findall(r"loss (\S+) to (\S+)", text))
+
+
+@pytest.mark.limit(180)
+def test_a_program_of_ddp_and_the_same_with_zeroshard(tmp_path):
+    """They print the same numbers, also where a run goes on from a checkpoint of the other; the page shows what differs."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+    def run(name: str, folder: str, steps: int) -> list[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        program = str(EXAMPLES / "from_ddp" / f"{name}.py")
+        return started([*start, program, folder, "--steps", str(steps)], tmp_path).splitlines()
+
+    expected = run("before", "theirs", 10)
+    assert len(expected) == 3 and expected == [*run("before", "ours", 5)[:1], *run("after", "ours", 10)]
+    texts = [(EXAMPLES / "from_ddp" / f"{name}.py").read_text().split('"""\n', 1)[1].splitlines() for name in ("before", "after")]
+    lines = list(difflib.unified_diff(*texts, n=1, lineterm=""))[2:]
+    shown = "\n".join("@@" if line.startswith("@@") else line for line in lines)
+    assert f"```diff\n{shown}\n```" in (ROOT / "docs" / "how-to" / "from-ddp.md").read_text()
 
 
 @pytest.mark.limit(120)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ def _reference(steps=5, model=MODEL):
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    average.update_parameters(model)  # the first call copies
     for step in range(steps):
         for rank in range(2):
             model(*DATA[step][0][rank]).backward()
@@ -84,11 +86,11 @@ def test_masters_are_averaged(stage):
 
     def rank_main(rank):
         model, optimizer = _shard(stage=stage, precision="bf16")
-        average, expected = zs.ema(model, DECAY), None
+        average, expected = zs.ema(model, DECAY), zs.full_state_dict(model, masters=True)
         for step in range(4):
             _step(rank, model, optimizer, step)
             masters = zs.full_state_dict(model, masters=True)
-            expected = masters if expected is None else {k: torch.lerp(v, masters[k], 1 - DECAY) for k, v in expected.items()}
+            expected = {k: torch.lerp(v, masters[k], 1 - DECAY) for k, v in expected.items()}
         _close(average.full_state_dict(), expected, 1e-7)
         assert all(v.dtype == torch.float32 for v in average.full_state_dict().values())
         with average.swapped():
@@ -144,6 +146,44 @@ def test_skipped_steps_do_not_count_and_all_ranks_follow():
         assert average.updates == 3
 
     run_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, "tiled", "nvme"], ids=str)
+def test_it_goes_on_from_an_average_of_another_program(options, tmp_path):
+    """Of a copy that the program averages itself, in DDP's names and in those of torch's AveragedModel, on 2 and 3 ranks."""
+    theirs = _reference(2).state_dict()
+    of_ddp = {f"module.{name}": value for name, value in theirs.items()}
+    key = next(name for name in theirs if name.startswith("blocks"))
+    wrong = {"nothing": {}, "a tensor of shape (3,)": {key: torch.zeros(3)}}
+
+    def rank_main(rank):
+        model, how = copy.deepcopy(MODEL), options
+        if options == "nvme":
+            how = {"stage": 3, **tiers(str(tmp_path), "nvme", "nvme", "nvme")}
+        if options == "tiled":
+            how = {"stage": 3}
+            zs.tile(model, max_bytes=2000)
+        model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **how)
+        average = zs.ema(model, DECAY)
+        for given in (theirs, of_ddp, of_ddp | {"n_averaged": torch.tensor(2)}):
+            average.load_state_dict({name: torch.zeros_like(value) for name, value in average.state_dict().items()})
+            average.load_state_dict(given)
+            found = average.full_state_dict()
+            assert all(torch.equal(found[name], value) for name, value in theirs.items())
+        assert average.updates == 2
+        for got, entry in wrong.items():
+            ones = {name: torch.ones_like(value) for name, value in found.items() if name != key}
+            with pytest.raises(
+                zs.ConfigError, match=f"load_state_dict: {key}: expected .* got {re.escape(got)}. Nothing was changed"
+            ):
+                average.load_state_dict(ones | entry)
+        average.load_state_dict(average.full_state_dict())
+        _step(rank % 2, model, optimizer, 0)
+        now = zs.full_state_dict(model)
+        _close(average.full_state_dict(), {name: torch.lerp(value, now[name], 1 - DECAY) for name, value in theirs.items()})
+
+    for size in (2, 3):
+        run_threads(size, rank_main)
 
 
 def _save(rank, path, asynchronous):
@@ -220,10 +260,10 @@ def test_frozen_parameters_and_states_that_are_away(tmp_path):
         model = copy.deepcopy(MODEL)
         model.blocks[0].requires_grad_(False)
         model, optimizer = zs.shard(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad), stage=3)
-        average = zs.ema(model, DECAY)
+        average, before = zs.ema(model, DECAY), zs.full_state_dict(model)
         _step(rank, model, optimizer, 0)
-        expected = average.full_state_dict()
-        assert all(torch.equal(v, zs.full_state_dict(model)[k]) for k, v in expected.items())  # the first step
+        expected, after = average.full_state_dict(), zs.full_state_dict(model)
+        assert all(torch.equal(v, torch.lerp(before[k], after[k], 1 - DECAY)) for k, v in expected.items())
         zs.offload_states(model, device=zs.Offload("nvme", path=str(tmp_path), any_filesystem=True))
         with pytest.raises(zs.StatesAway):
             average.full_state_dict()

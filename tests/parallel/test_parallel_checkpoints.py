@@ -131,6 +131,9 @@ def _beside_the_weights(rank, meshes, root, found):
         average = zs.ema(model, decay=0.5)
         zs.load(root / "frozen", model, optimizer, extra={"ema": average})
         found["loaded", where], found["averaged", where] = whole(model), average.full_state_dict()
+        average.load_state_dict({name: torch.zeros_like(value) for name, value in found["averaged", where].items()})
+        average.load_state_dict(found["averaged", where])
+        found["given", where] = average.full_state_dict()
         with pytest.raises(zs.BaseModelMismatch, match="of another base model"):
             zs.load(root / "frozen", *frozen(mesh, OTHER_SEED))
 
@@ -292,6 +295,7 @@ def test_averages_and_trained_parameters_alone(results):
         for where in (*LAYOUTS, "groups x tp2"):
             assert_equal(found["loaded", where], found["saved"], where)
             assert_equal(found["averaged", where], found["average"], where)
+            assert_equal(found["given", where], found["average"], where)
 
 
 def test_what_is_wrong_is_told_on_every_rank(results):

@@ -41,7 +41,7 @@ from .resolver import agreed, check_digests, check_tensors, hinted, use_any
 from .saving import core_of, saver_of
 from .source import Opened, name_left_out, read_value
 from .stages import Stages, agree, names_by_stage
-from .user_state import check_named, check_target, slices_of
+from .user_state import check_named, check_target, keeps_slices, slices_of
 
 _SPARE = 1.25  # memory for a second copy of a state is allocated only if this many times its size is available
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that show an optimizer's class
@@ -511,7 +511,9 @@ class _Loading:
         refused: list[Exception] = []
         for name, target in extra.items():
             try:
-                if callable(getattr(target, "load_state_dict", None)):
+                if keeps_slices(target):
+                    target.take_settings(saved[name])
+                elif callable(getattr(target, "load_state_dict", None)):
                     target.load_state_dict(saved[name])
             except Exception as error:
                 refused.append(self._refused(name, error, "the model, the optimizer and all else have been loaded"))

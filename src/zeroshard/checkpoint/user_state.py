@@ -26,10 +26,15 @@ def slices_of(extra: Mapping[str, Any] | None, model: nn.Module) -> dict[str, li
 
     Such an object (zs.ema) has a value for each element of a model's parameters, sharded as the parameters are, and a method
     `slices(model)`, which raises ConfigError if the object belongs to another model. zs.save writes these values by parameter
-    name, as it does parameters, so zs.load reads them into any other sharding. Its `state_dict` has the rest of its state, and
-    `load_state_dict` is called when slices have been loaded.
+    name, as it does parameters, so zs.load reads them into any other sharding. Its `settings()` has the rest of its state, and
+    `take_settings` is called when slices have been loaded.
     """
-    return {name: value.slices(model) for name, value in (extra or {}).items() if callable(getattr(value, "slices", None))}
+    return {name: value.slices(model) for name, value in (extra or {}).items() if keeps_slices(value)}
+
+
+def keeps_slices(value: object) -> bool:
+    """Return whether an extra keeps slices of values, sharded as the model's parameters are."""
+    return callable(getattr(value, "slices", None))
 
 
 _PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # types whose values are equal if their repr is
@@ -49,7 +54,7 @@ def serialised(extra: object) -> dict[str, Extra]:
     for name, value in ({} if extra is None else check_named(extra, "zs.save")).items():
         if isinstance(value, nn.Module):
             raise ConfigError(f"zs.save: extra[{name!r}]: a module; save its state_dict(), or shard it and save it on its own.")
-        state = value.state_dict() if has_state(value) else value
+        state = value.settings() if keeps_slices(value) else value.state_dict() if has_state(value) else value
         try:
             found[name] = Extra(state, archived(state))
         except (pickle.PicklingError, TypeError, AttributeError, ZeroshardError) as error:

@@ -1,6 +1,6 @@
 """`zs.ema`: an exponential moving average of a model's parameters, sharded as the masters are.
 
-    step 1       average = parameters
+    zs.ema       average = parameters                                    or what `load_state_dict` is given
     later        average = decay average + (1 - decay) parameters        after each step that was not skipped
 
 Each rank keeps one fp32 value for each element of its shard (at every stage), on the tier of the optimizer's states. The
@@ -10,12 +10,13 @@ average follows the fp32 masters where the group has masters, else the parameter
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ..config import Tier
 from ..errors import ConfigError, ModelClosed, ZeroshardError
@@ -23,7 +24,7 @@ from ..memory.ledger import AVERAGES
 from ..offload.storage import Rest
 from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
-from ..zero.tensor_stream import full_tensors
+from ..zero.tensor_stream import full_tensors, put_full_tensors
 from ..zero.unit import ParamGroup
 
 _CHUNK_NUMEL = 4 << 20  # elements copied at a time if source or target is offloaded
@@ -35,9 +36,11 @@ def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
     Args:
         decay: 0 to 1, the weight of the old average in an update. `AveragedModel.decay` may be changed between steps.
 
-    The numbers are those of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay) in one process. The average
-    takes 4 bytes for each element of the shard. `extra={"ema": average}` saves and loads it in slices, at any stage and number of
-    ranks.
+    The average starts from the present parameters, as a copy of them does that a program averages by itself; from the average of
+    an earlier run with `AveragedModel.load_state_dict`. The numbers are those of torch.optim.swa_utils.AveragedModel with
+    get_ema_multi_avg_fn(decay) in one process, if its update_parameters() is called once before the first step: the first call
+    copies. The average takes 4 bytes for each element of the shard. `extra={"ema": average}` saves and loads it in slices, at any
+    stage and number of ranks.
 
     Raises:
         ConfigError: decay is not a number from 0 to 1.
@@ -66,11 +69,11 @@ class AveragedModel:
             group.averages.append(rest)
             self._shards.append((group, rest))
         self._aside: dict[int, Rest] = {}  # id of a group -> copy of its values, inside `swapped`
-        self._take(None)  # until the first step, the average is the parameters
+        self._take(None)
         runtime.optimizer.core.after_step.append(self._follow)
 
     def _follow(self) -> None:
-        self._take(self.decay if self.updates else None)  # the first step sets the average, as torch's AveragedModel does
+        self._take(self.decay)
         self.updates += 1
 
     @torch.no_grad()
@@ -154,6 +157,25 @@ class AveragedModel:
         kept = {id(group): rest for group, rest in self._shards}
         return full_tensors(self.model, lambda group: kept.get(id(group), group.values.rest))
 
+    state_dict = full_state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Replace the averages by whole ones, the same on every rank: this rank takes its slices (all ranks must call it).
+
+        state_dict: of `full_state_dict`, of a copy of the model that another program has averaged, or of torch's AveragedModel, whose
+        count of updates is taken too. Names may begin with "module.". Buffers and frozen parameters in it are not read.
+
+        Raises:
+            ConfigError: an average is missing, or has another shape; nothing was changed.
+        """
+        self._check("AveragedModel.load_state_dict")
+        given = dict(state_dict)
+        consume_prefix_in_state_dict_if_present(given, "module.")
+        kept = {id(group): rest for group, rest in self._shards}
+        self.runtime.gate.wait()
+        put_full_tensors(self.model, lambda group: kept.get(id(group)), given, "AveragedModel.load_state_dict")
+        self.updates = int(given.get("n_averaged", self.updates))
+
     def close(self) -> None:
         """Stop updating the average after steps. zs.close(model) frees its memory."""
         follow = self.runtime.optimizer.core.after_step
@@ -173,13 +195,13 @@ class AveragedModel:
             raise ConfigError("extra: an average of another model: expected that of the model that is saved or loaded.")
         return self._shards
 
-    def state_dict(self) -> dict[str, float]:
+    def settings(self) -> dict[str, float]:
         """Return decay and updates; checkpoints hold the averages themselves by slices."""
         return {"decay": self.decay, "updates": self.updates}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Load the number of updates; keep this object's decay."""
-        self.updates = int(state["updates"])
+    def take_settings(self, saved: dict[str, float]) -> None:
+        """Take the number of updates; keep this object's decay."""
+        self.updates = int(saved["updates"])
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ZeroshardError(

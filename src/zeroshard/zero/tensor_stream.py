@@ -10,7 +10,7 @@ requested tensors are gathered, even of a unit that is larger than the budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -103,6 +103,32 @@ def full_tensors(model: nn.Module, source: Source) -> dict[str, Tensor]:
     for batch in _Stream(runtime, source, True, 1 << 30).run(_items(runtime, source, None)):
         found |= batch
     return found
+
+
+@torch.no_grad()
+def put_full_tensors(
+    model: nn.Module, target: Callable[[ParamGroup], Rest | None], given: Mapping[str, Tensor], verb: str
+) -> None:
+    """Write this rank's slices of whole tensors into `target(group)`, which holds its shard of the group; None: of a group left as
+    it is (not collective).
+
+    Raise ConfigError, which begins with `verb`, if a tensor is missing or has another shape; nothing was written then.
+    """
+    writes = []
+    for item in _items(runtime_of(model), lambda group: group.values.rest, None):
+        taken = [(rest, group, index) for group, index, _ in item.sources if (rest := target(group)) is not None]
+        value = next((given[name] for name in item.names if name in given), None)
+        if taken and (value is None or tuple(value.shape) != item.shape):
+            got = "nothing" if value is None else f"a tensor of shape {tuple(value.shape)}"
+            raise ConfigError(
+                f"{verb}: {item.names[0]}: expected a tensor of shape {item.shape}, got {got}. Nothing was changed."
+            )
+        writes += [(rest, group, index, value) for rest, group, index in taken]
+    for rest, group, index, value in writes:
+        spec, piece = group.specs[index], group.homes[index].piece
+        if not spec.absent:
+            whole = value if spec.part is None else spec.part.of(value)
+            rest.store(piece.shard_offset, whole.reshape(-1)[piece.start : piece.stop].to(rest.dtype))
 
 
 def _check(runtime: Runtime, masters: bool) -> None:
