@@ -159,6 +159,74 @@ def test_b01_a_rank_that_uses_other_blocks_is_named_over_gloo_and_served_in_shar
         assert "step 3" in text and "Last collectives: " in text, text
 
 
+def evaluated(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+
+
+def gathered(model: nn.Module) -> None:
+    with zs.gathered(model):
+        pass
+
+
+CALLS = {  # what rank 0 calls alone, and how it is told
+    "zs.full_state_dict()": zs.full_state_dict, "zs.gathered()": gathered, "the forward of Net, without gradients,": evaluated,
+    "zs.full_optimizer_state_dict()": zs.full_optimizer_state_dict,
+    "full_tensor() (or another whole tensor)": lambda model: next(model.parameters()).full_tensor(),
+}  # fmt: skip
+
+
+def alone(rank: int, ranks: int, comm: str, what: str):
+    """Rank 0 makes a call in its second step; return the error."""
+    if comm == "dist":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    model = seeded(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = zs.shard(model, optimizer, stage=3, stall_timeout_s=STALL_S, **({"comm": comm} if comm == "dist" else {}))
+    try:
+        for step in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0 and step == 1:
+                CALLS[what](model)
+    except zs.StallError as error:
+        return str(error)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("what", [*list(CALLS)[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in list(CALLS)[3:])])
+def test_a_stall_names_the_call_that_other_ranks_have_not_made(what):
+    for text in run_processes(alone, 3, "dist", what):
+        call = f"Rank 0 called {what} in step 3 (test_failures.py:"
+        assert call in text and "), and ranks 1, 2 did not: call it on all ranks." in text and "data ended" not in text, text
+
+
+@pytest.mark.parametrize("what", list(CALLS)[:3:2])
+def test_a_call_on_one_rank_that_shared_memory_serves_is_told_once(what, capsys):
+    assert run_threads(3, alone, 3, "threads", what) == [None] * 3
+    assert capsys.readouterr().err.count(
+        f"zeroshard: rank 0 called {what} before the backward of step 3, and ranks 1, 2 did not. Call it on all ranks: over torch."
+    ) == 1  # fmt: skip
+
+
+def test_calls_of_all_ranks_are_told_of_no_rank(capsys):
+    def body(rank: int) -> None:
+        model = seeded(Net)
+        model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+        for _ in range(3):
+            evaluated(model)
+            zs.full_state_dict(model)
+            model(torch.ones(2, 4)).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_threads(3, body)
+    assert "called" not in capsys.readouterr().err
+
+
 def circle(rank: int, ranks: int, comm: str):
     if comm != "threads":
         torch.set_num_threads(1)

@@ -472,6 +472,9 @@ def test_a_rank_that_goes_on_to_another_call_is_told_to_all(stage: int) -> None:
     with pytest.raises(zs.CollectiveMismatch, match=LEFT.format("ranks 1, 2 are")) as caught:
         run_threads(3, _without_join, stage, zs.full_optimizer_state)
     assert "rank 0: optimizer state" in str(caught.value)
+    assert "Has rank 0 alone made the call that waits at 'optimizer state: keys'? Make it on all ranks. Or: Rank 0" in str(
+        caught.value
+    )
     assert "ranks with errors: [0, 1, 2]" in str(caught.value.__notes__)
 
 

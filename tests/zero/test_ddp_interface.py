@@ -1,4 +1,4 @@
-"""Programs written for DDP set `require_backward_grad_sync`, enter `no_sync()` and read `module`: what a sharded model does then."""
+"""Programs for DDP and FSDP2 switch reductions off by attributes, enter `no_sync()` and read `module`: what a sharded model does then."""
 
 import copy
 
@@ -25,6 +25,11 @@ def by_accumulate(model, micro_step, backward):
 
 def by_the_switch(model, micro_step, backward):
     model.require_backward_grad_sync = micro_step == MICRO_STEPS - 1
+    backward()
+
+
+def by_fsdps_switch(model, micro_step, backward):
+    model.set_requires_gradient_sync(micro_step == MICRO_STEPS - 1)
     backward()
 
 
@@ -56,7 +61,7 @@ def trained(rank: int, run_micro_step, stage: int, **options) -> tuple[dict, dic
 def test_the_switch_and_no_sync_are_accumulate(stage, precision):
     def rank_run(rank: int) -> None:
         wanted = trained(rank, by_accumulate, stage, precision=precision)
-        for served in (by_the_switch, by_no_sync):
+        for served in (by_the_switch, by_fsdps_switch, by_no_sync):
             found = trained(rank, served, stage, precision=precision)
             assert not differences(found[0], wanted[0]) and not state_differences(found[1], wanted[1])
             assert found[2] == wanted[2] > 0

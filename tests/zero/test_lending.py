@@ -280,6 +280,30 @@ def test_outside_of_a_forward_it_is_refused_with_the_remedy(mode):
     run_threads(2, run)
 
 
+def test_a_module_inside_of_a_unit_is_refused_by_itself_and_works_as_a_unit():
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inside(x)
+
+    plain, x = nn.Sequential(Pair(), Pair()), torch.ones(2, DIM)
+
+    def run(rank):
+        model, _ = zs.shard(copy.deepcopy(plain), None, stage=3, units=("Pair",), **RELEASED)
+        with pytest.raises(
+            zs.ShardedAccessError, match=r"0\.inside\.weight.* The forward of 0 gathers it: .* in units= .* class of 0\."
+        ):
+            model[0].inside(x)
+        remedied, _ = zs.shard(copy.deepcopy(plain), None, stage=3, units=("Pair", "Linear"), **RELEASED)
+        assert torch.equal(remedied[0].inside(x), plain[0].inside(x))
+        assert torch.equal(remedied(x), plain(x))
+
+    run_threads(2, run)
+
+
 def test_a_detached_weight_is_refused_with_the_remedy():
     class Detached(nn.Module):
         def __init__(self) -> None:

@@ -223,7 +223,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
         CheckpointError: on every rank, if anything else ended the writing on one (no memory, no thread). Nothing is kept.
     """
     runtime = runtime_of(model)
-    runtime.attendance.refuse("zs.save_safetensors")
+    runtime.attendance.call("zs.save_safetensors()")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"zs.save_safetensors: dtype: expected one of floating-point numbers, or None, got {dtype}.")
     comm, target = runtime.topology.world, Path(path)

@@ -201,5 +201,8 @@ def misuse(places: Mapping[int, str | None], world_size: int) -> str:
     if inside:
         ranks = sorted(inside)
         others = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+        alone = next(((rank, label) for rank, label in sorted(places.items()) if label is not None and rank not in inside), None)
+        if alone is not None and not verbs:
+            hint += f" Has rank {alone[0]} alone made the call that waits at '{operation(alone[1])}'? Make it on all ranks. Or:"
         hint += left_loop(sorted(everyone - set(ranks)), inside[ranks[0]], others)
     return hint

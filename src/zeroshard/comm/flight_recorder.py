@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,7 @@ from torch import nn
 _LAST = 8  # number of collectives in a report
 _DEEPEST = 40  # most frames of a stack in a report
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))  # code here is torch's or ours, not the user's
+_NOT_USERS = (*_OWN, contextlib.__file__, "<")
 _DULL = (str(Path(nn.__file__).parent / "modules" / "module.py"),)  # left out: every call of a module has its frames
 
 
@@ -40,6 +41,9 @@ class Report(NamedTuple):
     module: str  # name of the module whose forward runs
     function: str  # "name (file:line)": the innermost call outside of torch and this library
     stack: str
+    calls: tuple[
+        tuple[int, str, str], ...
+    ]  # the last calls that every rank must make: step, what was called, place in the program
 
 
 class Progress:
@@ -55,6 +59,7 @@ class Progress:
         self.gathers = 0  # number of gathers begun in this step
         self.turns: dict[str, int] = {}  # label -> number of its latest gather in this step
         self.last: deque[str] = deque(maxlen=_LAST)
+        self.calls: deque[tuple[int, str, str]] = deque(maxlen=_LAST)
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._home = self._acting = threading.get_ident()
 
@@ -68,6 +73,13 @@ class Progress:
         self.note(label)
         self.gathers += 1
         self.turns[label] = self.gathers
+
+    def note_call(self, what: str) -> None:
+        """Note that the program calls what every rank must call."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+            frame = frame.f_back
+        self.calls.append((self.step, what, "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"))
 
     def place(self, label: str) -> str:
         """Return `label` with this rank's step appended, for errors."""
@@ -105,7 +117,7 @@ class Progress:
         calls = [call for frames in stacks for call in frames]
         holders = (call.f_locals.get("self") for call in calls)
         module = next((self._name(each) for each in holders if isinstance(each, nn.Module)), "")  # the innermost
-        users = (call for call in calls if not call.f_code.co_filename.startswith((*_OWN, "<")))
+        users = (call for call in calls if not call.f_code.co_filename.startswith(_NOT_USERS))
         places = (f"{call.f_code.co_name} ({Path(call.f_code.co_filename).name}:{call.f_lineno})" for call in users)
         waiting, turns = self.waiting, dict(self.turns)
         gather = waiting  # the gather waited for, else the one that fetched the module, else the latest
@@ -117,7 +129,7 @@ class Progress:
         return Report(
             self.rank, self.step, turns.get(gather, 0), gather, tuple(self.last), waiting, whom, module,
             next(places, ""),
-            "".join(shown[:1] + [f"  (and in the thread of autograd)\n{stack}" for stack in shown[1:]]),
+            "".join(shown[:1] + [f"  (and in the thread of autograd)\n{stack}" for stack in shown[1:]]), tuple(self.calls),
         )  # fmt: skip
 
     def _name(self, module: nn.Module) -> str:
@@ -136,8 +148,9 @@ class Progress:
 def describe(waited_s: float, reports: Mapping[int, Report | str], hint: str) -> str:
     """Return the text of a stall: the ranks that lag, the place of every rank, and its last collectives.
 
-    reports: world rank -> its report, or why there is none. hint: a sentence for the user.
+    reports: world rank -> its report, or why there is none. hint: what to say where all ranks have made the same calls.
     """
+    hint = f"Did all ranks run the same modules and calls?{_one_sided(reports) or hint}"
     told = {rank: report for rank, report in sorted(reports.items()) if isinstance(report, Report)}
     steps = {report.step for report in told.values()}
     one = len(steps) == 1
@@ -156,6 +169,20 @@ def describe(waited_s: float, reports: Mapping[int, Report | str], hint: str) ->
     parts = [f"{head}. {hint} Last collectives: {'; '.join(last)}."]
     parts += [f"The Python stack of rank {rank}, which computes or sleeps:\n{told[rank].stack.rstrip()}\n" for rank in busy]
     return "\n".join(parts)
+
+
+def _one_sided(reports: Mapping[int, Report | str]) -> str:
+    """Return ' Rank 0 called zs.full_state_dict() ...' for the first call, among the last ones, that not all ranks have made."""
+    told = {rank: report.calls for rank, report in sorted(reports.items()) if isinstance(report, Report)}
+    made = {rank: Counter(call[:2] for call in calls) for rank, calls in told.items()}
+    for step, what, place in dict.fromkeys(call for calls in told.values() for call in calls):
+        most = max(counts[step, what] for counts in made.values())
+        fewer = [rank for rank, counts in made.items() if counts[step, what] < most]
+        if fewer:
+            callers = _ranks([rank for rank in made if rank not in fewer])
+            missed = "did not" if not any(made[rank][step, what] for rank in fewer) else "did so less often"
+            return f" {callers.capitalize()} called {what} in step {step} ({place}), and {_ranks(fewer)} {missed}: call it on all ranks."
+    return ""
 
 
 def places_of(reports: Mapping[int, Report | str]) -> dict[int, str]:

@@ -258,7 +258,7 @@ class Hub(DirectComm):
             raise self._failures[0].raised(self.progress.place(label))
         places = {self.numbers.index(rank): place for rank, place in places_of(reports).items()}
         places |= {peer: note[1] for peer, note in self._notes.items()} | {self.transport.rank: label}
-        hint = f"Did all ranks run the same modules and calls?{misuse(places, self.transport.world_size)}"
+        hint = misuse(places, self.transport.world_size)
         text = describe(waited, reports, hint)
         error = StallError(text)
         self.fail(Failure(self.progress.rank, text, error))

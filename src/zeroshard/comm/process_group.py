@@ -159,7 +159,7 @@ def judge(comm: DistComm | SharedComm, label: str, error: RuntimeError) -> Failu
             return Failure(comm.ranks[first], ends[first])
         if timed_out:
             reports = answers | {comm.rank: comm.progress.report()}
-            hint = f"Did all ranks run the same modules and calls?{misuse(places_of(reports), comm.world_size)}"
+            hint = misuse(places_of(reports), comm.world_size)
             text = describe(comm.stall_timeout_s, {comm.ranks[rank]: report for rank, report in reports.items()}, hint)
             return Failure(comm.ranks[comm.rank], text, StallError(text))
         if time.monotonic() > deadline:

@@ -97,7 +97,7 @@ def offload_states(
 def reload_states(model: nn.Module) -> None:
     """Move the states back that `zs.offload_states` has moved, bit for bit (collective). Do nothing if there are none."""
     runtime = runtime_of(model)
-    runtime.attendance.refuse("zs.reload_states")
+    runtime.attendance.call("zs.reload_states()")
     runtime.tiers.check()
     if not runtime.moved.any:
         return

@@ -49,6 +49,11 @@ class Home:
         """True while the tensor's gradient is a weighted sum (zs.backward) that the step will divide."""
         return False
 
+    @property
+    def unit(self) -> str:
+        """Name of the module whose forward gathers the tensor; "" where the model has no such module."""
+        return ""
+
     def before_write(self) -> None:
         """Prepare for a write to the slice of a parameter (collective where peers read the slice in place)."""
 

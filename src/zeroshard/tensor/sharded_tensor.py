@@ -270,6 +270,13 @@ def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:
     whole = "the whole gradient of" if of_gradient else "the whole of"
     grows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     remedy = remedy_of(func._schema.name, of_gradient, target, grows)
+    for tensor in [] if of_gradient or target is not None else tensors[:1]:
+        unit, name = tensor._home.unit, tensor._home.name
+        if unit and "." in name.removeprefix(f"{unit}."):  # of a module inside
+            remedy += (
+                f" The forward of {unit} gathers it: to call a module inside of that by itself, name the class of the module in units= of "
+                f"zs.shard, beside the class of {unit}."
+            )
     kind = ShardedWriteError if isinstance(target, ShardedTensor) else ShardedAccessError
     return kind(f"{func} needs {whole} {', '.join(names[:3])}, of which this rank holds a slice. {remedy}")
 

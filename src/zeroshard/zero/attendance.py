@@ -1,9 +1,10 @@
 """Attendance: ranks whose data has ended take part in each collective of the ranks that still have data (data/uneven.py).
 
-    end of backward    each rank sends, ahead of the masks: has its data ended, number of backwards, of calls of zero_grad
+    end of backward    each rank sends, ahead of the masks: has its data ended, number of backwards, of calls of zero_grad, which
+                       calls it has made that every rank must make
     once one ended     ranks with data announce each event before it; ranks without data do the same, with zero weight
 
-As long as no rank's data has ended this costs nine bytes in a message that is sent in any case. Where a gather needs every
+As long as no rank's data has ended this costs fifteen bytes in a message that is sent in any case. Where a gather needs every
 rank, ranks inside `zs.join` send one message more in each forward: before its first gather they must know who has data.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
+import zlib
 from typing import Any
 
 from ..comm.base import DirectComm
@@ -18,9 +21,10 @@ from ..errors import CollectiveMismatch, ZeroshardError
 from .gradient_account import GradientAccount
 from .unit import Phase, Unit
 
-_HEADER = struct.Struct("<BIHH")  # flags, backwards, calls of zero_grad
+_HEADER = struct.Struct("<BIHHHI")  # flags, backwards, calls of zero_grad, calls that every rank makes: number and digest
 _ENDED, _LAST = 1, 2  # flags: this rank's data has ended; it computes with its last batch (zs.stop_together)
 HEADER_NBYTES = _HEADER.size
+_MOST_CALLS = 32  # since the last backward; of more calls none is compared
 _NEXT = "what comes next"  # label of the message by which ranks with data announce an event
 
 
@@ -35,8 +39,8 @@ class Attendance:
     def __init__(self, comm: DirectComm, units: list[Unit], account: GradientAccount) -> None:
         self.comm, self.account = comm, account
         self.together = comm.world_size > 1 and not comm.imagined
-        gathers = any(unit.sharded for unit in units)
-        self.gathers_meet = self.together and gathers and any(unit.meets or unit.staged for unit in units)
+        self.gathers = any(unit.sharded for unit in units)
+        self.gathers_meet = self.together and self.gathers and any(unit.meets or unit.staged for unit in units)
         self.joined = self.serving = False
         self.ended: frozenset[int] = frozenset()
         self.latest: frozenset[int] = frozenset()  # ranks whose data ended at the last exchange
@@ -49,6 +53,8 @@ class Attendance:
         self.zeroed = [0, 0]  # calls of zero_grad since the last exchange: to None, to zeros
         self.behind = [0, 0]  # calls of zero_grad that the leader has made and this rank has not: to None, to zeros
         self.unasked = True  # no exchange since the present forward began: one must come before its first gather
+        self.calls: list[str] = []  # what this rank has called since the last backward that every rank must call
+        self.compared = True  # calls are still compared: no difference was printed
 
     @property
     def everyone_ended(self) -> bool:
@@ -62,7 +68,9 @@ class Attendance:
 
     def header(self) -> bytes:
         """Return this rank's HEADER_NBYTES bytes for the exchange at the end of a backward."""
-        return _HEADER.pack(_ENDED * self.serving | _LAST * self.last, self.account.plain, *(n & 0xFFFF for n in self.zeroed))
+        flags = _ENDED * self.serving | _LAST * self.last
+        calls = min(len(self.calls), 0xFFFF), _digest(self.calls)
+        return _HEADER.pack(flags, self.account.plain, *(n & 0xFFFF for n in self.zeroed), *calls)
 
     def meet(self, headers: list[bytes]) -> None:
         """Update this view with the headers of all ranks, by rank, at the end of a backward."""
@@ -70,10 +78,36 @@ class Attendance:
         self.meetings += 1
         self.lasts = frozenset(rank for rank, row in enumerate(rows) if row[0] & _LAST)
         ended = frozenset(rank for rank, row in enumerate(rows) if row[0] & _ENDED)
-        self._note(ended, [list(row[2:]) for row in rows])
-        dropped = sum(rows[self.leader][2:])  # a rank that called zero_grad less often will drop its gradients: they don't count
-        backwards = [row[1] if sum(row[2:]) >= dropped else 0 for row in rows]
+        self._note(ended, [list(row[2:4]) for row in rows])
+        dropped = sum(rows[self.leader][2:4])  # a rank that called zero_grad less often will drop its gradients: they don't count
+        backwards = [row[1] if sum(row[2:4]) >= dropped else 0 for row in rows]
         self.share = sum(backwards) / (max(backwards) * len(rows)) if ended and any(backwards) else 1.0
+
+        if self.compared and not ended:
+            self._compare([row[4:] for row in rows])
+        self.calls.clear()
+
+    def _compare(self, calls: list[tuple[int, int]]) -> None:
+        """Print, once, which calls this rank has made and others have not. calls: by rank, their number and digest.
+
+        Where ranks share memory such a call returns, and the program would first stall on a cluster.
+        """
+        fewer = [rank for rank, (number, _) in enumerate(calls) if number < len(self.calls)]
+        if not fewer or len(self.calls) > _MOST_CALLS:
+            return
+        number, digest = calls[fewer[0]]
+        extra = len(self.calls) - number
+        for start in range(number + 1):
+            if _digest(self.calls[:start] + self.calls[start + extra :]) == digest:
+                what = " and ".join(dict.fromkeys(self.calls[start : start + extra]))
+                others = f"rank{'s' * (len(fewer) > 1)} {', '.join(map(str, fewer))}"
+                print(
+                    f"zeroshard: rank {self.comm.rank} called {what} before the backward of step {self.steps + 1}, and {others} did not. "
+                    "Call it on all ranks: over torch.distributed a rank that gathers alone waits for the others, until a StallError.",
+                    file=sys.stderr,
+                )
+                self.compared = False
+                return
 
     def _note(self, ended: frozenset[int], zeroed: list[list[int]]) -> None:
         """Update `ended`, `latest`, `leader` and `behind`. zeroed: calls of zero_grad by rank since the last exchange."""
@@ -119,6 +153,17 @@ class Attendance:
         self._note(ended, [zeroed for _, _, zeroed, _ in everyone])
         return None if self.everyone_ended else tuple(everyone[self.leader][:2])
 
+    def call(self, what: str) -> None:
+        """Note a call that every rank must make. Raise ZeroshardError if the data of some rank has ended (see `refuse`)."""
+        self.refuse(what)
+        self.note(what)
+
+    def note(self, what: str) -> None:
+        """Note a call that every rank must make, for the ranks that wait in vain for one that does not."""
+        if self.together and not self.joined:
+            self.comm.progress.note_call(what)
+            self.calls.append(what)
+
     def refuse(self, what: str) -> None:
         """Raise ZeroshardError if the data of some rank has ended: `what` needs every rank, and is not announced to it."""
         if self.ended and not self.serving:
@@ -127,3 +172,7 @@ class Attendance:
                 f"{what} inside zs.join(model), where the data of rank {ranks} has ended: it needs every rank, and theirs are past the "
                 "loop. Do it after the `with` block, or use zs.stop_together(model, loader)."
             )
+
+
+def _digest(calls: list[str]) -> int:
+    return zlib.crc32("\n".join(calls).encode())

@@ -29,7 +29,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     After the failure of a disk or a peer, parameters can not be gathered: close removes the files and raises the error again.
     """
     runtime = runtime_of(model)
-    runtime.attendance.refuse("zs.close")
+    runtime.attendance.call("zs.close()")
     runtime.recover()
     try:
         runtime.tiers.check()

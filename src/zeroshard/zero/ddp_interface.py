@@ -1,6 +1,7 @@
-"""The class of a sharded model, with the attributes and methods that programs use on a DistributedDataParallel model.
+"""The class of a sharded model, with the attributes and methods that programs use on a DistributedDataParallel model, and FSDP2's switch.
 
     model.require_backward_grad_sync = False     the backwards that follow do not communicate, until it is True again
+    model.set_requires_gradient_sync(False)      the same, as FSDP2 has it
     with model.no_sync(): ...                    the same for the backwards inside: zs.accumulate
     model.module                                 AttributeError, with the advice to use the model itself
 
@@ -75,8 +76,15 @@ def give_interface(runtime: Runtime) -> None:
         runtime.sync = bool(sync)
         runtime.account.held = runtime.account.held or not sync
 
+    def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set, as FSDP2's method does, whether the backwards that follow reduce gradients; every rank must set the same."""
+        switched(model, requires_gradient_sync)
+
     own = type(runtime.model)
-    served = {"require_backward_grad_sync": property(lambda _: runtime.sync, switched), "no_sync": accumulate}
+    served = {
+        "require_backward_grad_sync": property(lambda _: runtime.sync, switched), "no_sync": accumulate,
+        "set_requires_gradient_sync": set_requires_gradient_sync,
+    }  # fmt: skip
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     added = {name: value for name, value in served.items() if not hasattr(runtime.model, name)}
     sharded = types.new_class(own.__name__, (ShardedModel, own), {}, lambda found: found.update(names | added))

@@ -112,7 +112,7 @@ class Gathering:
                 raise ConfigError(f"modifier_rank: expected None or a rank from 0 to {world_size - 1}, got {modifier_rank!r}.")
         runtimes = [home.group.runtime for home in homes if isinstance(home, ParamHome)]
         for runtime in {id(runtime): runtime for runtime in runtimes}.values():
-            runtime.attendance.refuse("zs.gathered")
+            runtime.attendance.call("zs.gathered()")
             runtime.recover()
             if self._writes and runtime.in_forward:
                 raise ZeroshardError("zs.gathered inside a forward or a backward of the model: write before it, or after it.")

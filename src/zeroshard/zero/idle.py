@@ -11,7 +11,7 @@ def check_idle(runtime: Runtime, verb: str, also_moved: bool = False) -> None:
 
     verb: name of the calling function, for the message. also_moved: allow states that zs.offload_states has moved away.
     """
-    runtime.attendance.refuse(verb)
+    runtime.attendance.call(f"{verb}()")
     runtime.recover()
     busy = next((unit.name for unit in runtime.units if unit.in_use), None)
     if busy is not None:

@@ -108,6 +108,10 @@ class ParamHome(Home):
     def undivided(self) -> bool:
         return self.group.runtime is not None and self.group.runtime.account.weight != 0
 
+    @property
+    def unit(self) -> str:
+        return self.group.unit.name if self.group.runtime is not None else ""
+
     def fetch(self, gradient: bool) -> Tensor:
         """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
         return self.group.gradients.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
@@ -127,7 +131,7 @@ class ParamHome(Home):
 
     def before_meeting(self, what: str) -> None:
         if self.group.runtime is not None:
-            self.group.runtime.attendance.refuse(what)
+            self.group.runtime.attendance.call(what)
 
     def gather_local(self, local: Tensor) -> Tensor:
         self.before_meeting("full_tensor() (or another whole tensor)")

@@ -118,6 +118,8 @@ class Runtime:
         if not self.in_backward:  # else a backward recomputes this forward
             self.attendance.unasked = True  # some rank's data may have ended since the last forward
             self.training = torch.is_grad_enabled()
+            if self.attendance.gathers and not self.training:
+                self.attendance.note(f"the forward of {type(self.model).__name__}, without gradients,")
             self._model_watch.check(any(unit.pinned for unit in self.units))
             if self.training:  # what a forward without gradients switches on (PEFT's set_adapter) is not trained there
                 self.frozen.follow()

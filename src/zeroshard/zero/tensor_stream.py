@@ -88,6 +88,7 @@ def stream_full_tensors(
         raise ConfigError(f"zs.stream_full_tensors: max_nbytes: expected an integer of at least 1, got {max_nbytes!r}.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"zs.stream_full_tensors: dtype: expected a floating-point torch.dtype or None, got {dtype!r}.")
+    runtime.attendance.call("zs.stream_full_tensors()")
     _check(runtime, masters)
 
     def source(group: ParamGroup) -> Rest:
