@@ -292,12 +292,12 @@ def test_a_module_inside_of_a_unit_is_refused_by_itself_and_works_as_a_unit():
     plain, x = nn.Sequential(Pair(), Pair()), torch.ones(2, DIM)
 
     def run(rank):
-        model, _ = zs.shard(copy.deepcopy(plain), None, stage=3, units=("Pair",), **RELEASED)
+        model, _ = zs.shard(copy.deepcopy(plain), None, units=("Pair",), **RELEASED)
         with pytest.raises(
             zs.ShardedAccessError, match=r"0\.inside\.weight.* The forward of 0 gathers it: .* in units= .* class of 0\."
         ):
             model[0].inside(x)
-        remedied, _ = zs.shard(copy.deepcopy(plain), None, stage=3, units=("Pair", "Linear"), **RELEASED)
+        remedied, _ = zs.shard(copy.deepcopy(plain), None, units=("Pair", "Linear"), **RELEASED)
         assert torch.equal(remedied[0].inside(x), plain[0].inside(x))
         assert torch.equal(remedied(x), plain(x))
 
