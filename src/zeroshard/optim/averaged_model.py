@@ -37,9 +37,8 @@ def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
         decay: 0 to 1, the weight of the old average in an update. `AveragedModel.decay` may be changed between steps.
 
     The average starts from the present parameters, as a copy of them does that a program averages by itself; from the average of
-    an earlier run with `AveragedModel.load_state_dict`. The numbers are those of torch.optim.swa_utils.AveragedModel with
-    get_ema_multi_avg_fn(decay) in one process, if its update_parameters() is called once before the first step: the first call
-    copies. The average takes 4 bytes for each element of the shard. `extra={"ema": average}` saves and loads it in slices, at any
+    an earlier run with `AveragedModel.load_state_dict`. torch.optim.swa_utils.AveragedModel, with get_ema_multi_avg_fn(decay), copies
+    the parameters at its first update: for its numbers call `zs.ema` after the first step. The average takes 4 bytes for each element of the shard. `extra={"ema": average}` saves and loads it in slices, at any
     stage and number of ranks.
 
     Raises:
