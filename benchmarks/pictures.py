@@ -56,7 +56,7 @@ def draw(tables: list[Measured], title: str, path: Path) -> bool:
         if any("GPU MiB" in row.facts for row in shown):
             bars(axis, [row.facts.get("GPU MiB", 0) for row in shown], "peak allocated GPU memory, MiB")
             return
-        label = "peak resident memory per rank, MiB (thick: RSS, thin: PSS)"
+        label = "peak memory per rank, MiB (pale: RSS; dark: PSS, shared pages in parts)"
         bars(axis, [row.facts["RSS MiB"] for row in shown], label, alpha=0.45)
         axis.barh(range(len(shown)), [row.facts.get("PSS MiB", 0) for row in shown], color=colours, height=0.45)
 

@@ -1,18 +1,24 @@
-"""Draw the memory of one GPT at each ZeRO stage and on each tier, as docs/learn/zero.md shows it, from plans by `zs.plan`.
+"""Draw the pictures of the documents: memory of one GPT at each ZeRO stage and on each tier, from plans by `zs.plan`, the race of
+docs/benchmarks.md, and the loss of examples/fine_tune.py.
 
     PYTHONPATH=src python scripts/make_pictures.py            # about five minutes on one core; needs no GPU
-    PYTHONPATH=src python scripts/make_pictures.py --draw     # from memory.json as it is
+    PYTHONPATH=src python scripts/make_pictures.py --draw     # from memory.json and fine-tune.json as they are
 
 Writes docs/learn/memory.json (bytes by configuration, tier and category), the pictures stages.svg, steps.png and tiers.svg beside it,
-and the two tables between the marks of zero.md. tests/test_site.py compares the tables with memory.json, and memory.json with the
-formulas of the stages.
+docs/race.svg, docs/how-to/fine-tune.json and its picture, and the two tables between the marks of zero.md. tests/test_site.py compares the tables with memory.json, memory.json
+with the formulas of the stages, and the numbers of race.svg and stages.svg with their sources. These two, which the first page
+shows, are as wide as a telephone.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
+import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,10 @@ from zeroshard.config import Tier
 from zeroshard.planner.model_source import source_of
 from zeroshard.planner.pictures import COLOURS, OTHER
 
-FOLDER = Path(__file__).parents[1] / "docs" / "learn"
+DOCS = Path(__file__).parents[1] / "docs"
+FOLDER = DOCS / "learn"
+NARROW = 4.2  # inches: a picture of this width, whose text has 9 points, is read on a telephone as it is on a page
+RACERS = {"zeroshard 3": "#1b7f79", "zeroshard 2": "#1b7f79", "DDP": "#8d99ae", "FSDP2": "#d98324", "DeepSpeed 3": "#a44a3f"}
 MODEL, RANKS, SEQUENCE, CAPACITY_GIB = "gpt-8b", 8, 1024, 80
 STAGES = {f"stage {stage}": {"stage": stage} for stage in range(4)}
 TIERS = {
@@ -63,16 +72,11 @@ def gib(nbytes: float) -> float:
     return nbytes / 2**30
 
 
-def draw_stages(found: dict, path: Path) -> None:
-    """A bar for each stage: what the device holds at the fullest moment, by category, beside the memory of one device."""
-    draw_bars({name: found["peak"][name] for name in STAGES}, ["device"], path)
-
-
-def draw_bars(peaks: dict, tiers: list[str], path: Path) -> None:
-    """For each tier a row of stacked bars, one for each configuration."""
+def draw_bars(peaks: dict, tiers: list[str], path: Path, size: tuple[float, float], beside: bool = True) -> None:
+    """For each tier a row of stacked bars, one for each configuration, beside the memory of a device; the legend beside or below."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.4 * len(tiers)), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     for axis, tier in zip(figure.subplots(len(tiers), squeeze=False)[:, 0], tiers, strict=True):
         floor = dict.fromkeys(peaks, 0.0)
         for category in [*COLOURS, None]:
@@ -92,22 +96,69 @@ def draw_bars(peaks: dict, tiers: list[str], path: Path) -> None:
         if tier == "device" and max(floor.values()) > CAPACITY_GIB / 2:
             axis.axhline(CAPACITY_GIB, color="black", lw=1, ls="--", label=f"a device of {CAPACITY_GIB} GiB")
         names = [name.replace(", ", ",\n") for name in peaks]
-        axis.set_xticks(range(len(peaks)), names, fontsize=8)
+        axis.set_xticks(range(len(peaks)), names, fontsize=8 if beside else 9)
         axis.set(ylabel=f"GiB of the {tier}, one rank of {RANKS}", ylim=(0, 1.12 * max(*floor.values(), 1)))
         axis.spines[["top", "right"]].set_visible(False)
-    legend(figure)
+    legend(figure, beside)
     figure.savefig(path, metadata={"Date": None})
 
 
-def legend(figure: Any) -> None:
-    """One for all panels, beside them; the order is that of the stacks."""
+def race() -> dict[str, tuple[float, float]]:
+    """Of the first race of docs/benchmarks.md: contender -> milliseconds of a step, MiB of peak RSS of a rank."""
+    page = (DOCS / "benchmarks.md").read_text().partition("## Step time and memory on CPU")[2]
+    head, _, *rows = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("|")
+    ]
+    step, memory = head.index("ms a step"), head.index("peak RSS MiB")
+    found: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        if row[0] in RACERS and row[0] not in found:  # later tables are of other days
+            found[row[0]] = float(row[step]), float(row[memory])
+    return {name: found[name] for name in RACERS}
+
+
+def draw_race(found: dict[str, tuple[float, float]], path: Path) -> None:
+    """Two panels, one below the other: the time of a step, and the memory of a rank; a bar for each contender."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(NARROW, 4.2), layout="constrained")
+    titles = ("milliseconds of a step", "peak memory of a rank, MiB (resident set)")
+    for part, (axis, title) in enumerate(zip(figure.subplots(2), titles, strict=True)):
+        bars = axis.barh(range(len(found)), [each[part] for each in found.values()], color=[RACERS[name] for name in found])
+        axis.bar_label(bars, fmt="%.0f", padding=3, fontsize=9)
+        axis.set_yticks(range(len(found)), list(found), fontsize=9)
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.set_xticks([])
+        axis.invert_yaxis()
+        axis.margins(x=0.12)
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def draw_fine_tuning(losses: Path, again: bool) -> None:
+    """The curve that examples/fine_tune.py draws. again: run it on two ranks first."""
+    program = DOCS.parent / "examples" / "fine_tune.py"
+    if again:
+        with tempfile.TemporaryDirectory() as folder:
+            start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+            subprocess.run([*start, str(program), "--out", folder], check=True)
+            shutil.copy(Path(folder) / "losses.json", losses)
+    found = json.loads(losses.read_text())
+    runpy.run_path(str(program))["draw"](found["losses"], found["held_out"], losses.with_suffix(".svg"))
+
+
+def legend(figure: Any, beside: bool = True) -> None:
+    """One for all panels, beside or below them; the order is that of the stacks."""
     handles: dict = {}
     for axis in figure.axes:
         found, labels = axis.get_legend_handles_labels()
         handles.update(zip(labels, found, strict=True))
     known = [name for name in COLOURS if name in handles]
     names = [*(name for name in handles if name not in COLOURS), *reversed(known)]
-    figure.legend([handles[name] for name in names], names, loc="outside right upper", fontsize=8, frameon=False)
+    place: dict = (
+        {"loc": "outside right upper", "fontsize": 8} if beside else {"loc": "outside lower center", "ncols": 2, "fontsize": 9}
+    )
+    figure.legend([handles[name] for name in names], names, frameon=False, **place)
 
 
 def draw_steps(found: dict, path: Path) -> None:
@@ -158,9 +209,11 @@ def main() -> None:
     numbers, page = FOLDER / "memory.json", FOLDER / "zero.md"
     found = json.loads(numbers.read_text()) if "--draw" in sys.argv else measure()
     numbers.write_text(json.dumps(found) + "\n")
-    draw_stages(found, FOLDER / "stages.svg")
+    draw_bars({name: found["peak"][name] for name in STAGES}, ["device"], FOLDER / "stages.svg", (NARROW, 4.2), beside=False)
+    draw_race(race(), DOCS / "race.svg")
+    draw_fine_tuning(DOCS / "how-to" / "fine-tune.json", again="--draw" not in sys.argv)
     draw_steps(found, FOLDER / "steps.png")
-    draw_bars({name: found["peak"][name] for name in TIERS}, ["device", "host", "disk"], FOLDER / "tiers.svg")
+    draw_bars({name: found["peak"][name] for name in TIERS}, ["device", "host", "disk"], FOLDER / "tiers.svg", (9, 10.2))
     page.write_text(with_tables(page.read_text(), found))
 
 

@@ -1,7 +1,8 @@
-"""What mkdocs does beside Markdown (`hooks:` of mkdocs.yml): tables made from docstrings, and links to files of the repository.
+"""What mkdocs does beside Markdown: tables and signatures made from the source, and links to files of the repository.
 
-<!-- options: Config -->       becomes the table of that class's fields: name, default, and what its docstring says of it
+<!-- options: Config -->       becomes the table of that class's fields: name, type, default, and what its docstring says of it
 [text](../../examples/x.py)    a file beside docs/ is copied into the site, and the link leads there
+::: zeroshard.shard            `**options` becomes the options of `zs.shard`, each with type and default (`OptionsByName`)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -34,19 +36,48 @@ def entries(docstring: str) -> dict[tuple[str, ...], str]:
     return {names: " ".join(lines) for names, lines in found.items()}
 
 
+def options(cls: type) -> dict[str, tuple[str, str]]:
+    """Of a class of options: field -> the type that a program may give, and the default, as Python writes them.
+
+    Where a TypedDict lists what the constructor accepts, that is the type; its None, for an argument that is not given, is left out.
+    """
+    from zeroshard import config
+
+    accepted = config.ConfigFields.__annotations__ if cls is config.Config else {}
+    found = {}
+    for field in dataclasses.fields(cls):
+        kind = getattr(accepted.get(field.name), "__forward_arg__", field.type).replace("'", '"')
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        found[field.name] = (kind if default is None else kind.removesuffix(" | None"), repr(default))
+    return found
+
+
 def options_table(cls: type) -> str:
-    """Markdown: a row for each entry of a dataclass's docstring, with the defaults of its fields."""
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    rows = ["| option | default | meaning |", "|---|---|---|"]
+    """Markdown: a row for each entry of a dataclass's docstring; below each name stand its type and default."""
+    known, bar = options(cls), {ord("|"): "&#124;", ord("*"): "&#42;", ord("<"): "&lt;"}  # a bar would end the cell
+    rows = ["| option | meaning |", "|---|---|"]
     for names, text in entries(inspect.getdoc(cls) or "").items():
-        shown = [_shown(defaults[name]) for name in names]
-        escaped = text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
-        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {', '.join(dict.fromkeys(shown))} | {escaped} |")
+        told = [f"<code>{name}</code><br><small>{' = '.join(known[name]).translate(bar)}</small>" for name in names]
+        rows.append(f"| {'<br>'.join(told)} | {text.translate(bar)} |")
     return "\n".join(rows)
 
 
-def _shown(default: Any) -> str:
-    return "`{}`" if default is dataclasses.MISSING else f"`{default!r}`"
+class OptionsByName(griffe.Extension):
+    """What mkdocstrings shows of `**options: Unpack[ShardOptions]`: of `zs.shard` every option, elsewhere `**options` alone."""
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        from zeroshard.config import Config
+
+        given = [parameter for parameter in func.parameters if str(parameter.annotation) == "Unpack[ShardOptions]"]
+        for parameter in given:
+            parameter.annotation = None
+            if func.path == "zeroshard.api.shard":
+                del func.parameters[parameter.name]
+                shown = {**options(Config), "preset": ("str | None", "None")}
+                for name, (kind, default) in shown.items():
+                    func.parameters.add(
+                        griffe.Parameter(name, annotation=kind, kind=griffe.ParameterKind.keyword_only, default=default)
+                    )
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -99,3 +99,17 @@ def test_public_names_of_pages_exist(path):
 def test_the_tour_has_ten_stops():
     stops = re.findall(r"^\*\*(\d+)\. ", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE)
     assert stops == [str(number) for number in range(1, 11)]
+
+
+def test_documents_say_one_time_for_all_tests():
+    pages = [*DOCS, ROOT / "CONTRIBUTING.md"]
+    told = [(path.name, found) for path in pages if path.name != "log.md"
+            for found in re.findall(r"(?:\./test`?|runs the tests)[^.]{0,60}?(\d+) minutes\s+on two cores", path.read_text())]  # fmt: skip
+    assert len(told) >= 4 and len({minutes for _, minutes in told}) == 1, told
+
+
+def test_traffic_is_counted_in_bytes_of_the_parameters():
+    """In M, as docs/learn/zero.md says; no page counts numbers of some width beside it."""
+    for path in DOCS:
+        found = re.findall(r"\d Psi\b|\bPsi numbers|numbers of \d bytes", path.read_text()) if path.name != "log.md" else []
+        assert not found, f"{path.name}: {found}"

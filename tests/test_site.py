@@ -1,6 +1,7 @@
 """The documentation site builds without a warning, names all that is public, and shows numbers that were computed."""
 
 import dataclasses
+import html
 import inspect
 import json
 import os
@@ -23,16 +24,90 @@ import make_pictures  # noqa: E402
 STATES = ("parameters", "gradients", "master weights", "optimizer states")
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site."""
     pytest.importorskip("mkdocstrings", reason="mkdocs needs Python 3.11.5")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    folder = tmp_path_factory.mktemp("built") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0 and "WARNING" not in built.stderr, built.stdout + built.stderr
-    assert (tmp_path / "site" / "examples" / "plain_loop.py").exists()
-    options = (tmp_path / "site" / "reference" / "options" / "index.html").read_text()
+    return folder
+
+
+def test_the_site_builds_without_a_warning(site):
+    assert (site / "examples" / "plain_loop.py").exists()
+    options = (site / "reference" / "options" / "index.html").read_text()
     missing = [field.name for field in dataclasses.fields(zs.Config) if f"<code>{field.name}</code>" not in options]
     assert not missing, f"options.md has no row of {missing}"
+    assert "<small>bool = True</small>" in options  # the type and the default, below a name
+
+
+def signatures(path: Path) -> list[str]:
+    """The signatures on a page of the site, without colours."""
+    found = re.findall(r'doc-signature highlight">(.*?)</div>', path.read_text(), re.S)
+    return [html.unescape(re.sub("<[^>]+>", "", each)).strip() for each in found]
+
+
+def test_shard_has_one_signature_with_the_type_and_default_of_each_option(site):
+    [signature] = [each for each in signatures(site / "reference" / "sharding" / "index.html") if each.startswith("shard(")]
+    lines = signature.splitlines()
+    for field in dataclasses.fields(zs.Config):
+        [line] = [line for line in lines if line.startswith(f"    {field.name}: ")]  # formatted: one line for each
+        if field.default not in (None, dataclasses.MISSING) and isinstance(field.default, (int, str)):
+            assert line.endswith(f" = {json.dumps(field.default) if isinstance(field.default, str) else field.default},"), line
+    assert max(map(len, lines)) <= 120
+    assert not [path for path in (site / "reference").rglob("*.html") if "Unpack" in "".join(signatures(path))]
+
+
+def test_a_search_for_gradient_accumulation_leads_to_its_verb(site):
+    """The site's search weighs words of titles a thousand times those of texts."""
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    [entry] = [each for each in entries if each["title"].lower().startswith("gradient accumulation")]
+    assert "reference/loop/#zeroshard.accumulate" in (site / "how-to" / "recipes" / "index.html").read_text()
+    assert "zs.accumulate" in entry["text"]
+
+
+def test_code_of_documents_fits_a_screen_of_1400_pixels():
+    """tests/test_documents.py holds lines to 120 columns; a character of common monospaced fonts is up to 0.602 em wide."""
+    style = (DOCS / "site.css").read_text()
+    rem = {name: 20 * float(re.search(pattern, style)[1]) for name, pattern in {
+        "font": r"pre > code \{ font-size: (\S+)rem", "left": r"\.md-sidebar \{ width: (\S+)rem", "page": r"md-grid \{ max-width: (\S+)rem",
+        "right": r"--secondary \{ width: (\S+)rem",
+    }.items()}  # fmt: skip  # a rem is 20 pixels on such a screen
+    margins = 100  # of the content and its code, and the scroll bar
+    assert 120 * 0.602 * rem["font"] + margins + rem["left"] + rem["right"] <= min(1400, rem["page"])
+
+
+def test_code_of_the_first_page_fits_a_telephone():
+    """390 pixels, of which the margins take 32; a character takes 6.5, as it is 10.8 high."""
+    blocks = re.findall(r"```\w*\n(.*?)```", (DOCS / "index.md").read_text(), re.S)
+    assert blocks and max(len(line) for block in blocks for line in block.splitlines()) <= 54
+
+
+def test_pictures_of_the_first_page_show_the_numbers_of_their_sources():
+    race, stages = ((DOCS / path).read_text() for path in ("race.svg", "learn/stages.svg"))
+    for milliseconds, mebibytes in make_pictures.race().values():
+        assert f">{milliseconds:.0f}<" in race and f">{mebibytes:.0f}<" in race, "run scripts/make_pictures.py --draw"
+    peaks = json.loads((DOCS / "learn" / "memory.json").read_text())["peak"]
+    for name in make_pictures.STAGES:
+        assert f">{make_pictures.gib(sum(peaks[name]['device'].values())):.1f}<" in stages, "run scripts/make_pictures.py --draw"
+
+
+def test_the_page_of_the_fine_tuning_shows_its_losses():
+    page, found = ((DOCS / "how-to" / name).read_text() for name in ("fine-tune.md", "fine-tune.json"))
+    losses, held_out = json.loads(found).values()
+    shown = dict(re.findall(r"^step +(\d+): loss (\S+),", page, re.M))
+    assert shown == {str(step): f"{losses[step - 1]:.3f}" for step in (1, 20, 40, 60, 80, 100)}
+    assert f"held-out text: {held_out[0]:.3f} nats a token before, {held_out[1]:.3f} after" in page
+
+
+def test_numbers_of_the_two_commands_are_those_of_the_pages_that_explain_them():
+    told = (ROOT / "README.md").read_text() + (DOCS / "planning.md").read_text()
+    blocks = re.findall(r"```console\n(.*?)```", (DOCS / "index.md").read_text(), re.S)
+    numbers = [number for block in blocks for number in re.findall(r"\d[\d,.]*\d", block)]
+    assert len(numbers) > 9 and not [number for number in numbers if number not in told]
 
 
 def test_every_public_name_is_in_the_reference_once():

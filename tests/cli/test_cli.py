@@ -1,6 +1,7 @@
 """The command: a run of two real ranks leaves all its results; a mistake is one line that names option and remedy."""
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -134,6 +135,14 @@ def test_a_mistake_is_one_line_with_option_and_remedy(arguments, words, capsys):
     assert captured.out == ""
     for word in words:
         assert word in captured.err
+
+
+def test_a_log_whose_package_is_missing_is_one_line(monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else found(name, *rest))
+    assert main(["train", "--log", "tensorboard"]) == 2
+    said = "zeroshard: error: --log: tensorboard is not installed: pip install tensorboard, or leave --log out\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_folder_that_cannot_serve_is_one_line(text, tmp_path, capsys):

@@ -44,6 +44,17 @@ def _rows(out) -> list[dict]:
     return [{key: value for key, value in row.items() if key not in CLOCKS} for row in rows]
 
 
+def _scalars(out, name: str) -> dict[int, float]:
+    """What TensorBoard shows of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(out / "events"))
+    events.Reload()
+    steps = [each.step for each in events.Scalars(name)]
+    assert len(steps) == len(set(steps))
+    return {each.step: each.value for each in events.Scalars(name)}
+
+
 def _interrupt(monkeypatch, step: int) -> None:
     """End the run in the middle of a step."""
     plain = Trainer._micro_batch
@@ -58,7 +69,7 @@ def _interrupt(monkeypatch, step: int) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param((), marks=pytest.mark.slow), ("--precision", "bf16", "--save-in-background")],
+    [pytest.param((), marks=pytest.mark.slow), ("--precision", "bf16", "--save-in-background", "--log", "tensorboard")],
     ids=["fp32", "bf16-background"],
 )  # in fp32: killed runs, below
 def test_an_interrupted_run_goes_on_bit_for_bit(text, tmp_path, monkeypatch, capsys, options):
@@ -77,6 +88,10 @@ def test_an_interrupted_run_goes_on_bit_for_bit(text, tmp_path, monkeypatch, cap
     assert _rows(parted) == _rows(whole)
     assert (parted / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert sorted(path.name for path in (parted / "checkpoints").iterdir()) == ["latest", "step-00000009", "step-00000010"]
+    assert (parted / "events").exists() == ("--log" in options)
+    for name in ("loss", "grad_norm", "held_out_bits_per_byte") if "--log" in options else ():
+        told = {row["step"]: pytest.approx(row[name], rel=1e-6) for row in _rows(whole) if name in row}
+        assert _scalars(parted, name) == _scalars(whole, name) == told  # each step once, as in metrics.jsonl
 
 
 def test_what_cannot_be_resumed_is_one_line(text, tmp_path, monkeypatch, capsys):

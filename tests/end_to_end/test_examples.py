@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -122,6 +124,14 @@ def test_example_of_one_process(program, tmp_path, monkeypatch, capsys):
     HERE[program](capsys.readouterr().out)
 
 
+def test_cells_of_the_notebook_print_what_they_show(capsys):
+    names = {"__name__": "notebook"}
+    for cell in json.loads((EXAMPLES / "first_run.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"first_run.ipynb, cell {cell['execution_count']}", "exec"), names)
+            assert capsys.readouterr().out == "".join(line for output in cell["outputs"] for line in output["text"])
+
+
 # -- of processes of their own -------------------------------------------------------------------------------------
 
 RUNS = {  # program: (what has to be installed, how it is started, what its last line says)
@@ -135,7 +145,7 @@ RUNS = {  # program: (what has to be installed, how it is started, what its last
     "three_axes.py": (("transformers",), ("-m", "torch.distributed.run", "--nproc-per-node", "1"), "sent by this rank"),
     "expert_parallel.py": (("transformers",), ("-m", "torch.distributed.run", "--nproc-per-node", "2"), "sent along ep per step"),
 }
-ELSEWHERE = {"lightning_strategy.py"}  # in tests/integrations/test_lightning.py: it starts two ranks
+ELSEWHERE = {"lightning_strategy.py", "fine_tune.py"}  # in tests/integrations/test_lightning.py: it starts two ranks; below
 INTO_A_FOLDER = {"export_to_hugging_face.py", "lora.py", "transformers_trainer.py", "trl_sft.py", "trl_dpo.py"}
 
 # what they do is done in tests/integrations, tests/checkpoint and tests/parallel as well
@@ -192,6 +202,25 @@ def test_a_program_of_ddp_and_the_same_with_zeroshard(tmp_path):
     assert f"```diff\n{shown}\n```" in (ROOT / "docs" / "how-to" / "from-ddp.md").read_text()
 
 
+@pytest.mark.slow  # two processes; files of weights are read in tests/checkpoint as well
+@pytest.mark.limit(240)
+def test_a_fine_tuning_begins_with_the_weights_of_the_file_and_writes_what_it_has_learned(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    text = started([*start, str(EXAMPLES / "fine_tune.py"), "--steps", "10", "--out", str(tmp_path)], tmp_path)
+    assert falls(numbers(r"([\d.]+) (?:nats a token before|after)", text), 3.5) and "stage 3, rank 0 of 2" in text
+    told = json.loads((tmp_path / "losses.json").read_text())
+    assert len(told["losses"]) == 10 and (tmp_path / "curve.png").exists()
+    program = runpy.run_path(str(EXAMPLES / "fine_tune.py"))
+    _, held_out = program["read"](None, transformers.AutoTokenizer.from_pretrained(tmp_path / "made"))
+    for folder, loss in zip(("made", "tuned"), told["held_out"], strict=True):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        parts = [program["windows"](held_out, rows=16, seq=64, seed=seed) for seed in range(8)]
+        with torch.no_grad():
+            whole = [model(input_ids=part, labels=part).loss.item() for part in parts]
+        assert abs(sum(whole) / 8 - loss) < 1e-4
+
+
 @pytest.mark.limit(120)
 def test_the_slurm_script_starts_a_program(tmp_path):
     """With a scontrol that names this host and an srun that runs the command here, as on a node of a job."""
@@ -210,4 +239,4 @@ def test_every_example_is_in_the_gallery_and_is_run():
     gallery = (EXAMPLES / "README.md").read_text()
     programs = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
     assert set(re.findall(r"\]\(([\w.]+)\)", gallery)) == programs
-    assert programs == {*HERE, *RUNS, *ELSEWHERE, "zero_plus_plus.py", "slurm.sh", "ds_config.json"}
+    assert programs == {*HERE, *RUNS, *ELSEWHERE, "zero_plus_plus.py", "slurm.sh", "ds_config.json", "first_run.ipynb"}

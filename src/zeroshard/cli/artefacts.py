@@ -1,4 +1,4 @@
-"""The folder of a run: metrics.jsonl, checkpoints/, model.safetensors, config.json, sample.txt, plot.png, report.json.
+"""The folder of a run: metrics.jsonl, checkpoints/, model.safetensors, config.json, sample.txt, plot.png, report.json, events/.
 
 metrics.jsonl is written first and report.json last: the first shows that there is a run, the last that it is finished.
 """
@@ -7,8 +7,9 @@ import json
 import math
 import os
 import secrets
+import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 BITS_PER_NAT = 1 / math.log(2)
 CHECKPOINTS, METRICS, MODEL, REPORT = "checkpoints", "metrics.jsonl", "model.safetensors", "report.json"
-CONFIG, PLOT = "config.json", "plot.png"
+CONFIG, PLOT, EVENTS = "config.json", "plot.png", "events"
 
 
 class RunFolder:
@@ -28,6 +29,7 @@ class RunFolder:
 
     path: Path
     records: list[dict[str, Any]]  # rows of metrics.jsonl: one per step or evaluation on the held-out text
+    events: Any = None  # a SummaryWriter of TensorBoard, if rows become its scalars too
 
     def __init__(self, path: Path, records: list[dict[str, Any]]) -> None:
         """Open a folder, and write metrics.jsonl anew. records: its first rows, those of a run that is resumed."""
@@ -103,6 +105,22 @@ class RunFolder:
         """Append a row to metrics.jsonl."""
         self.records.append(values)
         self._metrics.write(json.dumps(values) + "\n")
+        self._write_events(values)
+
+    def write_events(self) -> None:
+        """Write all rows as scalars for TensorBoard, below events/ and anew, as metrics.jsonl is; `record` adds the next ones."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        shutil.rmtree(self.path / EVENTS, ignore_errors=True)  # steps after the checkpoint of a resumed run may be there
+        self.events = SummaryWriter(str(self.path / EVENTS))
+        for row in self.records:
+            self._write_events(row)
+
+    def _write_events(self, row: Mapping[str, Any]) -> None:
+        for name, value in row.items() if self.events is not None else ():
+            of_ranks = isinstance(value, Sequence)
+            for rank, each in enumerate(value if of_ranks else [value]):
+                self.events.add_scalar(f"{name}/rank {rank}" if of_ranks else name, each, row["step"])
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         self.write_text(name, json.dumps(values, indent=2) + "\n")
@@ -126,6 +144,8 @@ class RunFolder:
 
     def close(self) -> None:
         self._metrics.close()
+        if self.events is not None:
+            self.events.close()
 
 
 def plot(records: list[dict[str, Any]], baselines: Mapping[str, float]) -> "Figure":

@@ -6,6 +6,7 @@ On a mesh of ranks (`--mesh`) the number of ranks along dp takes the place of th
 """
 
 import argparse
+import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -159,6 +160,9 @@ class TrainOptions(RunOptions):
         None, "go on with the newest checkpoint of this run (default: of --out, else of the newest run)", nargs="?", const="",
         metavar="DIR", group=_OUTPUT,
     )  # fmt: skip
+    log: str | None = option(
+        None, "write the metrics for a viewer, too, below the results: tensorboard", choices=("tensorboard",), metavar="NAME", group=_OUTPUT
+    )  # fmt: skip
     sample_bytes: int = option(300, "bytes of the sample at the end", type=int, group=_OUTPUT)
     prompt: str | None = option(None, "start of the sample (default: 'def ')", group=_OUTPUT)
     tile_max_bytes: int | None = option(None, "cut larger weights into tiles of this size", type=int, group=MEMORY)
@@ -187,6 +191,8 @@ class TrainOptions(RunOptions):
         self.expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
         self.expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
         self.expect("save_in_background", self.save_every > 0 or not self.save_in_background, "only with --save-every")
+        if self.log is not None and importlib.util.find_spec(self.log) is None:
+            raise UsageError(f"--log: {self.log} is not installed: pip install {self.log}, or leave --log out")
         self._check_offload()
         self.expect("scale", self.case_study is not None or self.scale is None, f"only with --preset {', '.join(CASE_STUDIES)}")
         self.expect("size", self.size is None or not self.case_study, f"not with --preset {self.preset}; give --scale")

@@ -83,6 +83,8 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     trainer = Trainer(options, ranks, corpus)
     if options.resume is not None:
         folder = _resume(trainer, path)
+    if folder is not None and options.log is not None:
+        folder.write_events()
     if ranks.first:
         summary.opening(options, ranks, corpus)
     forecast = trainer.forecast() if options.uses_tiers else None

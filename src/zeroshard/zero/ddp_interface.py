@@ -58,7 +58,8 @@ class ShardedModel:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication: backwards inside add up on each rank, in the gradient dtype, at every stage.
+    """Gradient accumulation without communication: gradients of the backwards inside add up on each rank, at every stage, in
+    `gradient_dtype`.
 
     The sums are reduced by the next backward outside, or by the first use of gradients: a step, `clip_grad_norm_`,
     `full_gradients`. All ranks must enter and leave the context for the same backwards. DDP's `model.no_sync()` and

@@ -6,7 +6,7 @@ Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p b
     gradients         g Psi, sharded g Psi / N
     optimizer states  K Psi, sharded K Psi / N        K: bytes of masters (fp32: 4; split: 2), if there are any, and of moments, of
                                                       each ParamGroup by itself: matrices may rest in 8 bits beside fp32 norms
-    sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
+    sent per step     stage 0: (p + g) Psi (N-1)/N; stages 1, 2: 2 p Psi (N-1)/N; stage 3: 3 p Psi (N-1)/N
                       with two hops, groups or quantization: docs/learn/network.md
     moved per step    between tiers, of every state that rests on another tier, for Psi / N elements: parameters 2 p for
                       gathers, and p when the step writes them; gradients g out and in; states and masters K in and out
