@@ -15,41 +15,20 @@ disagree or a contender that was started failed. A missed goal is reported; it i
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-import torch
 
 from zeroshard.cli.arguments import Parser, UsageError
 from zeroshard.cli.sheets import drawn, say, show
-from zeroshard.errors import SwapError
-from zeroshard.memory.io.swap_folder import SwapFolder
 
-from . import cases, checkpoints, gpu, parallel, pictures, report, sequence_lengths, state_formats
-from .micro import Unmeasured, apart
-from .plan import (
-    CONTENDERS,
-    MESH_CONTENDERS,
-    PRECISIONS,
-    SEQUENCE_CONTENDERS,
-    TIER_CONTENDERS,
-    ModelShape,
-    Rounds,
-    Workload,
-    select,
-)
-from .race import race, table
+from . import pictures, report
+from .plan import CONTENDERS, LENGTHS, PRECISIONS, TIER_CONTENDERS, TIERS_ROUNDS, ModelShape, Rounds, Workload, select
 from .report import NOT_ASKED, SECTIONS, Results
-from .tables import Measured
 
-ROUNDS, QUICK_ROUNDS, TIERS_ROUNDS = 6, 3, 4
+ROUNDS, QUICK_ROUNDS = 6, 3
 USUAL_SECTIONS = tuple(name for name in SECTIONS if name != "sequences")  # which takes an hour
 QUICK_SECTIONS = ("cpu", "host", "gpu")
 
@@ -72,13 +51,15 @@ def main(argv: list[str] | None = None) -> int:
         select(given.only, given.precisions)  # raises where a name is unknown
     except ValueError as error:
         raise UsageError(f"{error}; see zeroshard bench --help") from None
+    from .sections import Unmeasured, measure, swap_folder  # with torch, which --help and a mistake in the call do not wait for
+
     out.mkdir(parents=True, exist_ok=True)
     with swap_folder(given.path, out) as path:
         results = Results(dataclasses.replace(workload, swap_path=path), usual, skipped={"gpu": NOT_ASKED})
         for section in (name for name in SECTIONS if name in sections):
             say(f"{section}: {SECTIONS[section]}")
             try:
-                results.found[section] = _measure(section, given, results.workload, usual, out)
+                results.found[section] = measure(section, given, results.workload, usual, out)
             except Unmeasured as error:
                 results.skipped[section] = str(error)
     for sheet in results.sheets():
@@ -100,7 +81,6 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="zeroshard bench",
-        renamed={"--precision": "--precisions", "--sequences": "--micro-batch", "--calibrate": "the command zeroshard calibrate"},
         description="Measure zeroshard beside its peers, interleaved in one run.",
         epilog=f"contenders: {', '.join(c.name for c in CONTENDERS)}; with offload: "
         + ", ".join(c.name for c in TIER_CONTENDERS if c.offload),
@@ -119,7 +99,7 @@ def _parser() -> Parser:
     for field in dataclasses.fields(ModelShape):
         add("--" + field.name.replace("_", "-"), type=int, default=field.default, help=f"{field.name} of the model")
     add("--seed", type=int, default=1234, help="seed of weights and batches")
-    add("--lengths", type=_counts, default=sequence_lengths.LENGTHS, metavar="LIST", help="tokens of the section sequences")
+    add("--lengths", type=_counts, default=LENGTHS, metavar="LIST", help="tokens of the section sequences")
     add("--pin-cores", action="store_true", help="bind rank r to core r")
     add("--path", metavar="DIR", help="folder on a local disk, for offload and checkpoints (default: --out)")
     add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: seconds to search each largest model; 0: none")
@@ -133,58 +113,3 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(each) for each in _names(text))
-
-
-@contextmanager
-def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
-    """Make a folder for all that this run offloads to disk, below `given` or else `out`, and remove it at the end.
-
-    Yields its path; None where `out` is on no disk that can be used. Raises UsageError where `given` cannot be used.
-    """
-    try:
-        SwapFolder(given or out, rank=0, needed_nbytes=0).close()
-    except SwapError as error:
-        if given:
-            raise UsageError(f"--path: {str(error).removeprefix('rank 0: ')}") from None
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="zeroshard-bench-", dir=given or out, ignore_cleanup_errors=True) as folder:
-        yield folder
-
-
-def _measure(section: str, given: argparse.Namespace, workload: Workload, rounds: Rounds, out: Path) -> list[Measured]:
-    """Return the tables of one section. Raises Unmeasured where the machine cannot run it."""
-    path, logs = workload.swap_path, out / "logs"
-    rarer = given.rounds or TIERS_ROUNDS
-    if section in ("disk", "checkpoints") and path is None:
-        raise Unmeasured("no folder on a local disk; name one with --path")
-    if section == "cpu":
-        heats = [select(given.only, (precision,), given.quick) for precision in PRECISIONS if precision in given.precisions]
-        title = "Step time and memory"  # one race for each precision: the sleeping teams of both would need twice the memory
-        return [table(section, title, workload, race(heat, workload, rounds, logs)) for heat in heats if heat]
-    if section == "tiers":
-        contenders = select(given.only, given.precisions, among=TIER_CONTENDERS)
-        if not any(c.offload for c in contenders):
-            raise Unmeasured("none of the chosen contenders offloads anything")
-        rounds = dataclasses.replace(rounds, rounds=rarer, memory_steps=1, lead_in=1)
-        return [table(section, "Tiers", workload, race(contenders, workload, rounds, out / "logs-tiers"))]
-    if section == "parallel":
-        contenders, workload = select(given.only, given.precisions, among=MESH_CONTENDERS), parallel.WORKLOAD
-        outcomes = race(contenders, workload, dataclasses.replace(rounds, rounds=rarer), out / "logs-parallel")
-        return [table(section, "A mesh, pipeline x data x tensor", workload, outcomes)]
-    if section == "sequences":
-        contenders = select(given.only, given.precisions, among=SEQUENCE_CONTENDERS)
-        return sequence_lengths.run(contenders, workload.seed, dataclasses.replace(rounds, rounds=rarer), logs, given.lengths)
-    if section == "host":
-        return apart(cases.host, 20 if given.quick else 60, log_file=logs / "host.log")
-    if section == "hostadam":
-        return apart(cases.hostadam, log_file=logs / "hostadam.log")
-    if section == "states":
-        return apart(state_formats.section, path, log_file=logs / "states.log")
-    if section == "disk":
-        return apart(cases.disk, path, log_file=logs / "disk.log")
-    if section == "checkpoints":
-        return checkpoints.run(str(path), out / "logs-checkpoints")
-    if not torch.cuda.is_available():
-        raise Unmeasured("no CUDA device")
-    return gpu.measure(rounds, workload.seed, path, out, 0.0 if given.quick else given.largest_seconds)

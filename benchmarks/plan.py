@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PRECISIONS = ("fp32", "bf16")
+TIERS_ROUNDS = 4
+LENGTHS = (1024, 4096, 16384, 65536)  # tokens of a sequence, in the section sequences
 
 LABELS = {
     "local": "no exchange", "ddp": "DDP", "ddp+zero": "DDP + ZeroRed.Opt.",

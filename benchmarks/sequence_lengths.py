@@ -13,7 +13,7 @@ from .race import Outcome, race, table
 from .statistics import median_ratio
 from .tables import MIB, Measured, Row
 
-RANKS, LENGTHS = (4, 8), (1024, 4096, 16384, 65536)
+RANKS = (4, 8)
 SHAPE = ModelShape(vocab_size=1024, dim=128, layers=2, heads=8)
 # tokens; of longer sequences, whose steps take minutes, one round of one step; beyond the first number of ranks, of one sequence only,
 # which zeroshard's contenders share (DeepSpeed's loader wants as many as there are ranks)

@@ -9,7 +9,7 @@
 # immediate; another stamp names the checkout whose source the environment imports, since two may share one environment.
 # PYTHON=... chooses the interpreter, ZEROSHARD_VENV=... the place of the environment.
 
-say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
+say() { if [ -t 2 ]; then printf '\033[1m%s\033[0m\n' "$*" >&2; else printf '%s\n' "$*" >&2; fi; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
 is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
@@ -36,8 +36,13 @@ make_venv() {
     fail "cannot create $venv: install Python's venv module (Debian, Ubuntu: apt install python3-venv)"
 }
 
-pip_install() {
-    "$PYTHON" -m pip install -qq --disable-pip-version-check "$@" || fail "pip install $* failed (its message is above)"
+pip_install() { # shows that it lives: on a terminal pip's own lines and bars, elsewhere a line for each file that is fetched
+    if [ -t 2 ]; then
+        "$PYTHON" -m pip install --disable-pip-version-check "$@" >&2
+    else
+        "$PYTHON" -m pip install --disable-pip-version-check --progress-bar off "$@" |
+            { grep --line-buffered -E '^ *(Downloading|Using cached|Building|Installing) ' >&2 || true; }
+    fi || fail "pip install $* failed (its message is above)"
 }
 
 stamp_of() { # of a requirements file: everything that decides what gets installed

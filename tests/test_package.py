@@ -83,3 +83,14 @@ def test_its_commands_are_there():
     for line in scripts:
         module, _, function = line.split(" = ")[1].strip('"').partition(":")
         assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize(("code", "ends"), [(0, ""), (1, "error: pip install six failed (its message is above)\n")])
+def test_the_installation_shows_that_it_lives(code, ends, tmp_path):
+    """Where stderr is a file: without escape codes, a line for each file that pip fetches."""
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\necho Collecting six\necho '  Downloading six.whl (11 kB)'\nexit {code}\n")
+    fake.chmod(0o755)
+    lines = ["set -euo pipefail", "source scripts/setup.sh", f"PYTHON={fake}", 'say "installing six"', "pip_install six"]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, f"installing six\n  Downloading six.whl (11 kB)\n{ends}")

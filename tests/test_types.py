@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard import deepspeed
+from zeroshard import deepspeed, public
 from zeroshard.config import Config, ConfigFields, ShardOptions
 from zeroshard.integrations.deepspeed.surface import SURFACE
 
@@ -46,7 +46,7 @@ def imported_for_types(path: Path) -> set[str]:
 
 
 def test_names_that_come_later_resolve_in_an_editor():
-    assert imported_for_types(SOURCE / "__init__.py") == set(zs._LATER)
+    assert imported_for_types(SOURCE / "public.py") == set(public._LATER)
     assert imported_for_types(SOURCE / "deepspeed" / "__init__.py") - {*IMPORTS} == {
         *SURFACE[""],
         "checkpointing",
@@ -83,3 +83,10 @@ def test_a_name_from_elsewhere_says_what_to_write(name):
 def test_a_name_that_is_nowhere():
     with pytest.raises(AttributeError, match="module 'zeroshard' has no attribute 'no_such_name'.$"):
         zs.no_such_name  # noqa: B018
+
+
+def test_a_name_that_a_program_sets_stays(monkeypatch):
+    """Though public names come with the first that is asked for, and later ones when they are."""
+    monkeypatch.setattr(zs, "save", len)
+    monkeypatch.delitem(vars(zs), "plan", raising=False)
+    assert zs.plan is public.plan and zs.save is len

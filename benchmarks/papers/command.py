@@ -7,8 +7,9 @@ zeroshard papers zero-table1 zero-fig2 --out DIR  two, also as markdown, CSV and
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from zeroshard.errors import did_you_mean
 from zeroshard.utils.sheets import Sheet
 
 from ..pictures import picture
-from . import infinity, others, sizes, successors, throughput, zero
 from .table import Table
 
 if TYPE_CHECKING:
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 _PRINTED, _COMPUTED = "#8d99ae", "#1b7f79"
 _LABELS = 150  # characters of labels that fit side by side below a figure; more are rotated
-TABLES: dict[str, Callable[[], Table]] = {
-    "zero-table1": zero.table1,
-    "zero-table2": zero.table2,
-    "zero-volumes": zero.volumes,
-    "zero-r": zero.zero_r,
-    "zero-fig2": throughput.fig2,
-    "zero-fig3": throughput.fig3,
-    "zero-fig6": sizes.zero_fig6,
-    "zero-cached": sizes.zero_cached,
-    "zero-fig7": throughput.fig7,
-    "zero-fig8": throughput.fig8,
-    "infinity-fig2a": infinity.fig2a,
-    "infinity-fig2b": sizes.fig2b,
-    "infinity-fig5": throughput.infinity_fig5,
-    "throughput-others": others.throughput_others,
-    "infinity-efficiency": infinity.requirements,
-    "infinity-fig6a": sizes.infinity_fig6a,
-    "infinity-fig6b": infinity.fig6b,
-    "infinity-shapes": sizes.shapes,
-    "offload-table4": sizes.adam_rates,
-    "offload-fig7": sizes.offload_fig7,
-    "zeropp-volumes": successors.zeropp_volumes,
-    "zeropp-memory": successors.zeropp_memory,
-    "deepspeed-estimators": successors.estimators,
+TABLES = {  # name -> the module and function that compute it, which are imported when it is asked for
+    "zero-table1": "zero.table1",
+    "zero-table2": "zero.table2",
+    "zero-volumes": "zero.volumes",
+    "zero-r": "zero.zero_r",
+    "zero-fig2": "throughput.fig2",
+    "zero-fig3": "throughput.fig3",
+    "zero-fig6": "sizes.zero_fig6",
+    "zero-cached": "sizes.zero_cached",
+    "zero-fig7": "throughput.fig7",
+    "zero-fig8": "throughput.fig8",
+    "infinity-fig2a": "infinity.fig2a",
+    "infinity-fig2b": "sizes.fig2b",
+    "infinity-fig5": "throughput.infinity_fig5",
+    "throughput-others": "others.throughput_others",
+    "infinity-efficiency": "infinity.requirements",
+    "infinity-fig6a": "sizes.infinity_fig6a",
+    "infinity-fig6b": "infinity.fig6b",
+    "infinity-shapes": "sizes.shapes",
+    "offload-table4": "sizes.adam_rates",
+    "offload-fig7": "sizes.offload_fig7",
+    "zeropp-volumes": "successors.zeropp_volumes",
+    "zeropp-memory": "successors.zeropp_memory",
+    "deepspeed-estimators": "successors.estimators",
 }
 
 
@@ -73,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
         return ExitCode.DONE
     unexplained = []
     for name in names:
-        table = TABLES[name]()
+        module, _, function = TABLES[name].partition(".")
+        table: Table = getattr(import_module(f".{module}", __package__), function)()
         header, rows = table.grid()
         show(Sheet(f"{table.name}: {table.title}", header, rows))
         say("\n".join(table.below()))

@@ -25,7 +25,6 @@ from .utils.option_kinds import (
     BOOL,
     BOUND,
     COUNT,
-    DTYPES,
     FOLDER,
     LENGTH,
     POSITIVE,
@@ -39,6 +38,7 @@ from .utils.option_kinds import (
     is_scale,
     option,
 )
+from .utils.option_names import PRESETS
 from .utils.state_format import StateFormat
 
 if TYPE_CHECKING:
@@ -201,21 +201,17 @@ def _as_dtype(value: object) -> Any:
     return PRECISIONS.get(_precision_name(value), value)
 
 
+def _are_dtypes(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and isinstance(dtype, torch.dtype) and dtype.is_floating_point for key, dtype in value.items()
+    )
+
+
+_DTYPES = Kind("{class name or name pattern: floating-point dtype}", _are_dtypes)
 _DTYPE = Kind("torch.float32, bfloat16 or float16", lambda value: value in PRECISIONS.values())
 _MASTERS = Kind("True, False or 'split'", lambda value: isinstance(value, bool) or value == "split")
 _LOSS_SCALE = Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or is_scale(value))
 _SCALE = Kind("a number above 0", is_scale)
-
-PRESETS: dict[str, dict[str, object]] = {
-    "ddp": {"stage": 0},
-    "zero-1": {"stage": 1},
-    "zero-2": {"stage": 2},
-    "zero-3": {"stage": 3},
-    "zero-offload": {"stage": 2, "offload_optimizer": "cpu"},  # arXiv 2101.06840
-    "zero-3-offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
-    # arXiv 2104.07857; needs offload_path
-    "zero-infinity": {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
-}
 
 SECTION = "zeroshard"  # zeroshard's section of a layout's file; the other sections are a DeepSpeed configuration
 _LAYOUT_KEYS = ("shard", "mesh", "micro_batch", "micro_batches", "global_batch")
@@ -360,7 +356,7 @@ class Config:
     reduce_dtype: torch.dtype | None = option(None, _DTYPE)
     master_weights: bool | Literal["split"] = option(True, _MASTERS)
     optimizer_states: StateFormat | Mapping[str, StateFormat] | None = None
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, metadata={"kind": DTYPES})
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, metadata={"kind": _DTYPES})
     cast_inputs: bool = option(True, BOOL)
     cast_buffers: bool = option(False, BOOL)
     agree_buffers: bool = option(True, BOOL)
@@ -401,7 +397,7 @@ class Config:
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
             hint = " Pass the number, not the text." if str(self.stage) in map(str, STAGES) else ""
-            raise ConfigError(f"stage: expected one of 0, 1, 2, 3, got {self.stage!r}.{hint}")
+            raise ConfigError(f"stage: expected one of 0, 1, 2, 3, or 'auto' for zs.shard, got {self.stage!r}.{hint}")
         precision = _precision_name(self.precision)
         if precision not in PRECISIONS:
             known = ", ".join(map(repr, PRECISIONS))

@@ -1,7 +1,8 @@
 """The errors of zeroshard. Each message names the problem, the rank or parameter, and a remedy.
 
-Some also derive from Python's or torch's error of the same kind (ValueError, MemoryError, ...), so that handlers of those
-catch them; failures of the run (a lost peer, a stall) derive from `ZeroshardError` alone.
+Some also derive from Python's error of the same kind (ValueError, MemoryError, ...), so that handlers of those catch them;
+failures of the run (a lost peer, a stall) derive from `ZeroshardError` alone. The one that derives from torch's error,
+DeviceMemoryError, is in zero/out_of_memory.py: this file is read before a command has parsed its options, without torch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import re
 from collections.abc import Iterable, Sequence
 from errno import EBADMSG, EDQUOT, EFBIG, EINVAL, EIO, ENODATA, ENOSPC, EROFS, errorcode
 from types import FrameType
-
-import torch
 
 
 class ZeroshardError(RuntimeError):
@@ -134,15 +133,6 @@ class HostMemoryError(ZeroshardError, MemoryError):
     zs.shard raises it on all ranks before it allocates anything, if the states will not fit: the message is a table with the
     remedies. A forward, a backward or a step raises it on the rank whose allocation has failed: the message lists what the rank
     holds, and the changes that reduce it. How-to: docs/how-to/out-of-memory.md.
-    """
-
-
-class DeviceMemoryError(ZeroshardError, torch.OutOfMemoryError):
-    """A device had no memory for an allocation inside of a sharded model: in zs.shard, a forward, a backward or a step.
-
-    The message lists the bytes that this rank holds, by kind, and the cheapest changes that reduce them, with their costs.
-    torch's error is the cause (`__cause__`), and `except torch.OutOfMemoryError` catches this error too. How-to:
-    docs/how-to/out-of-memory.md.
     """
 
 

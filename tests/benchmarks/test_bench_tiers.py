@@ -15,10 +15,10 @@ from bench_kit import TINY, outcome
 from torch.autograd import DeviceType
 
 from benchmarks import cases, gpu, plan, race, report, statistics
-from benchmarks.command import swap_folder
 from benchmarks.overlap import Overlap
 from benchmarks.plan import Contender, Rounds, Workload
 from benchmarks.race import Outcome
+from benchmarks.sections import swap_folder
 from zeroshard.cli.arguments import UsageError
 from zeroshard.cli.sheets import show
 from zeroshard.memory.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of

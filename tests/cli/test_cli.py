@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import json
+import math
+import re
 import subprocess
 import sys
 
@@ -112,6 +114,7 @@ def test_one_rank_with_two_micro_batches_trains_the_same_model(two_ranks, text, 
         (["train", "--ranks", "1", "--data", __file__, "--seq", "100000"], ["--data", "smaller --seq"]),
         (["train", "--precision", "fp8"], ["--precision", "fp8", "bf16"]),
         (["train", "--ranks", "1", "--device", "cuda"], ["--device cuda", "GPU per rank"]),
+        (["train", "--ranks", "2", "--device", "cuda"], ["--device cuda", "got 0 for 2 ranks; use fewer --ranks"]),
         (["train", "--ranks", "1", "--out", __file__], ["--out", "expected a folder"]),
         (["train", "--stage", "2", "--offload-param", "nvme"], ["offload_param='nvme' needs stage 3", "Raise the stage"]),
         (["train", "--delayed-update", "5"], ["delayed_update needs offload_optimizer"]),
@@ -262,6 +265,14 @@ def test_quiet_and_verbose_change_what_training_prints(text, tmp_path, capsys):
     assert main([*_train(text, tmp_path / "v"), *short, "-v"]) == 0
     steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == ["1", "2", "3"]
+
+
+def test_the_last_line_says_what_was_lost_to_the_time_limit(text, tmp_path, capsys):
+    assert main([*_train(text, tmp_path / "run"), "--ranks", "1", "--steps", "100000", "--time-limit", "0.5", "-q"]) == 0
+    told = r"after (\S+) of 100,000 steps \(the others were lost to --time-limit 0\.5: all take (\S+) s\); results in "
+    taken, needed = (int(each.replace(",", "")) for each in re.search(told, capsys.readouterr().out).groups())
+    last = json.loads((tmp_path / "run" / "report.json").read_text())["last_step"]
+    assert taken == last["step"] and needed == math.ceil(100_000 * last["seconds"] / taken)
 
 
 def test_the_benchmark_model_has_34_million_parameters():

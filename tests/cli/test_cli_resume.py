@@ -7,7 +7,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
@@ -82,9 +85,12 @@ def test_an_interrupted_run_goes_on_bit_for_bit(text, tmp_path, monkeypatch, cap
         if thread.name == "zeroshard-save":
             thread.join()  # as a process does before it ends
     assert _rows(parted)[-1]["step"] == 8  # two steps beyond the last checkpoint: they are taken again
-    capsys.readouterr()
+    stopped = (
+        f"zeroshard: stopped after 8 steps; the same call with --resume {os.path.relpath(parted)} goes on from step-00000006"
+    )
+    assert capsys.readouterr().err.count(stopped) == 1
     assert _train(text, parted, "--resume", *options) == 0
-    assert "resumed from" in (said := capsys.readouterr().out) and "step-00000006" in said.replace("\n", "")
+    assert "resumed from step 6, after" in (said := capsys.readouterr().out) and "step-00000006" in said.replace("\n", "")
     assert _rows(parted) == _rows(whole)
     assert (parted / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert sorted(path.name for path in (parted / "checkpoints").iterdir()) == ["latest", "step-00000009", "step-00000010"]
@@ -247,3 +253,20 @@ def test_two_ranks_that_are_killed_go_on_bit_for_bit(text, tmp_path):
     assert run_processes(_resumed, 2, arguments, str(parted), free_port()) == [0, 0]
     assert _rows(parted) == _rows(whole)
     assert (parted / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.processes
+@pytest.mark.limit(120)
+def test_ctrl_c_of_two_ranks_says_once_how_to_go_on(text, tmp_path):
+    """The launcher gets the signal, and hands it to its ranks."""
+    small = ["--layers", "1", "--dim", "16", "--heads", "1", "--seq", "16", "--global-batch", "4", "--eval-bytes", "200"]
+    run = ["--data", str(text), "--ngram-rows", "0", "--threads", "1", "--steps", "1000000", "--save-every", "5"]
+    command = [sys.executable, "-m", "zeroshard", "train", "--ranks", "2", "--out", str(tmp_path / "run"), *small, *run]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "checkpoints" / "latest").exists():
+        assert running.poll() is None, running.communicate()[1]
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate()
+    assert running.returncode == 128 + signal.SIGINT, said
+    assert said.count("--resume") == 1 and said.count("interrupted") <= 1 and "goes on from step-" in said, said

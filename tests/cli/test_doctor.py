@@ -14,8 +14,7 @@ from helpers import OddGPT, adamw, seeded
 import zeroshard as zs
 from zeroshard.cli import COMMANDS, environment, main
 from zeroshard.cli.arguments import EXTRAS
-from zeroshard.cli.doctor import NOTE, PROBLEM, WARNING, facts_of, findings
-from zeroshard.cli.environment import DeepSpeed, Disk, Environment, Gpu, Host
+from zeroshard.cli.environment import NOTE, PROBLEM, WARNING, DeepSpeed, Disk, Environment, Gpu, Host, facts_of, findings
 from zeroshard.cli.sheets import show
 from zeroshard.testing import run_threads
 from zeroshard.utils.sheets import Sheet
@@ -116,7 +115,9 @@ def test_what_it_sees_here_is_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     assert main(["doctor", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert "initial values" not in said.err  # its two ranks begin with the same weights
+    told = json.loads(said.out)
     here = told["environment"]
     assert told["can_train"] and here["trials"] == {"a step of two ranks": None, "gloo": None}
     assert (here["torch"], len(here["gpus"])) == (torch.__version__, torch.cuda.device_count())
@@ -126,7 +127,7 @@ def test_what_it_sees_here_is_so(tmp_path, monkeypatch, capsys):
 
 
 def test_a_problem_is_the_exit_code_and_one_screen_shows_it(monkeypatch, capsys):
-    monkeypatch.setattr("zeroshard.cli.doctor.look", lambda: but(torch="2.9.1"))
+    monkeypatch.setattr("zeroshard.cli.environment.look", lambda: but(torch="2.9.1"))
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "older than 2.11" in printed and "prevents training" in printed
@@ -265,6 +266,12 @@ def test_tables_in_frames_keep_to_the_width_of_the_terminal(columns, capsys, mon
     assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
 
 
+def test_a_file_has_no_colours(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    show(Sheet("a title", ("name", "goal"), [("one", "met")], notes=[("a note", "bold red")]))
+    assert "met" in (printed := capsys.readouterr().out) and "\x1b" not in printed
+
+
 def test_json_of_the_doctor_is_a_screen(capsys):
     assert main(["doctor", "--json"]) == 0
     text = capsys.readouterr().out
@@ -274,7 +281,10 @@ def test_json_of_the_doctor_is_a_screen(capsys):
 def test_every_extra_that_a_message_names_is_there():
     """In pyproject.toml, with the library; and what the environment of ./quickstart and ./test installs is pinned."""
     root = Path(__file__).parents[2]
-    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = {
+        extra: [each.partition(">=")[0] for each in libraries] for extra, libraries in project["optional-dependencies"].items()
+    }
     for library, extra in EXTRAS.items():
         assert library.replace("_", "-") in extras[extra]
     pinned = {line.split("==")[0] for name in ("cli", "docs", "test") for line in (root / "requirements" / f"{name}.txt").open()}

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from zeroshard.cli import main
+
+SCORED = "held-out bits per byte before and after"
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +58,30 @@ def test_a_run_is_told_with_its_checkpoints(run, capsys):
         "model": "GPT: 1 layers, dim 16, 1 heads",
     }  # fmt: skip
     report = json.loads((run / "report.json").read_text())
+    assert facts["run"][SCORED][1] == round(report["held_out_bits_per_byte"]["after_training"], 3)  # train's last line
     assert facts["run"]["model states of a rank, bytes"] == sum(report["at_rest"].values())
     assert [(each["step"], each["stage"], each["checksums"]) for each in facts["checkpoints"]] == [(2, 1, "hold"), (4, 1, "hold")]
     assert main(["inspect", str(run)]) == 0
     printed = capsys.readouterr().out
-    for words in ("the run", "held-out bits per byte before and after", "step-00000002", "2 checkpoints, the newest of step 4"):
+    for words in ("the run", SCORED, "step-00000002", "2 checkpoints, the newest of step 4"):
         assert words in printed
     assert "optimizer states" not in printed
     assert main(["inspect", str(run), "-v"]) == 0
     assert "optimizer states" in capsys.readouterr().out
+
+
+def test_the_folder_of_runs_lists_them(run, copy, capsys):
+    shutil.copytree(copy, copy.parent / "other")
+    (copy / "report.json").unlink()
+    facts = told(copy.parent, capsys)
+    assert [(Path(each["folder"]).name, each["finished"], each["steps"]) for each in facts["runs"]] == [
+        ("copy", False, 4),
+        ("other", True, 4),
+    ]
+    assert facts["runs"][1]["bits per byte"] == told(run, capsys)["run"][SCORED][1]
+    assert main(["inspect", str(copy.parent)]) == 0
+    printed = capsys.readouterr().out
+    assert "other" in printed and "2 runs; `zeroshard inspect` of one shows more" in printed
 
 
 def test_one_checkpoint_of_a_run_can_be_named(run, capsys):
@@ -78,6 +96,7 @@ def test_a_run_that_was_not_finished_tells_what_it_has(copy, capsys):
         (copy / name).unlink()
     facts = told(copy, capsys)
     assert (facts["run"]["finished"], facts["run"]["steps"], len(facts["checkpoints"])) == (False, 4, 2)
+    assert SCORED not in facts["run"] and "bits per byte of part of the held-out text, first and last" in facts["run"]
     shutil.rmtree(copy / "checkpoints")
     assert told(copy, capsys)["checkpoints"] == []
     assert main(["inspect", str(copy)]) == 0

@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeroshard as zs
-from zeroshard.activations.token_tiles import TILES
 from zeroshard.planner.models import GPT, GPTConfig
+from zeroshard.utils.option_names import TILES
 
 LAYERS, HEADS, DIM, TOKENS, ROWS, VOCAB = 2, 4, 64, 128, 2, 64
 LLAMA = LlamaConfig(

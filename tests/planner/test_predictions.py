@@ -73,6 +73,7 @@ def test_checkpoints_rest_where_they_were_told_to(offload, tier):
 def test_the_quickstart_s_report_says_what_was_planned_for_its_model(tmp_path):
     command = re.search(r"-m zeroshard train (.*) \"\$@\"", QUICKSTART.read_text())[1].split()
     options = parse_train(command)
+    assert options.steps == 1000 and options.time_limit is not None  # by steps, with the time as the second bound
     short = ["--steps", "2", "--eval-bytes", "64", "--sample-bytes", "0", "--out", str(tmp_path)]
     assert spawn(["train", *command, *short], options.ranks) == 0
     (found,) = tmp_path.rglob("report.json")

@@ -27,7 +27,7 @@ import torch
 import zeroshard as zs
 from zeroshard.memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from zeroshard.planner.models import GPT
-from zeroshard.planner.models.presets import CaseStudy
+from zeroshard.planner.presets import CaseStudy
 from zeroshard.testing import imagined_mesh
 from zeroshard.zero.runtime import runtime_of
 

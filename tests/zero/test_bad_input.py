@@ -21,8 +21,8 @@ X = torch.ones(2, 7)
 # -- B13: options ------------------------------------------------------------------------------------------------
 
 OPTIONS = {
-    "stage text": ({"stage": "3"}, "stage: expected one of 0, 1, 2, 3, got '3'. Pass the number"),
-    "stage four": ({"stage": 4}, "stage: expected one of 0, 1, 2, 3, got 4"),
+    "stage text": ({"stage": "3"}, "stage: expected one of 0, 1, 2, 3, or 'auto' for zs.shard, got '3'. Pass the number"),
+    "stage four": ({"stage": 4}, "stage: expected one of 0, 1, 2, 3, or 'auto' for zs.shard, got 4"),
     "stage float": ({"stage": 2.0}, "stage: expected one of"),
     "stage bool": ({"stage": True}, "stage: expected one of"),
     "precision": ({"precision": "bf61"}, "precision: expected one of 'fp32', 'bf16', 'fp16', got 'bf61'. Did you mean 'bf16'"),

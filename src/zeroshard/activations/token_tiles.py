@@ -25,7 +25,6 @@ from .cross_entropy import tiled_cross_entropy
 
 _IGNORED = -100
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-TILES = ("mlp_tokens", "loss_tokens")  # arguments of zs.long_context
 
 
 def tile_mlps(model: nn.Module, tokens: int) -> list[str]:

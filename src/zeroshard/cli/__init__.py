@@ -6,13 +6,14 @@ import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 
+from ..errors import ConfigError
 from ..utils.version import __version__
 from .arguments import EXTRAS, ExitCode, UsageError, closest, how_to_install, verbose
 
-COMMANDS = {  # name -> (module with main(argv) -> int, its description in `zeroshard --help`)
+COMMANDS = {  # name -> (module with main(argv) -> int or, for those of _OPTIONS, main(options, argv); its description in `zeroshard --help`)
     "train": ("zeroshard.cli.train", "train a byte-level GPT on a folder of text"),
     "plan": ("zeroshard.cli.plan", "tell what a run will hold and send, and whether it fits, before it runs"),
     "simulate": ("zeroshard.cli.simulate", "tell how long a step of a run will take, and what bounds it"),
@@ -24,6 +25,11 @@ COMMANDS = {  # name -> (module with main(argv) -> int, its description in `zero
     "papers": ("benchmarks.papers.command", "compute the published tables and figures, beside what was printed"),
     "bench": ("benchmarks.command", "measure zeroshard beside its peers"),
     "completion": ("zeroshard.cli.completion", "print what bash or zsh needs to complete these commands"),
+}
+_OPTIONS = {  # what reads the options of a command whose module imports torch, so that a mistake in the call is told at once
+    "train": ("zeroshard.cli.options", "parse_train"),
+    "plan": ("zeroshard.cli.plan_options", "parse_plan"),
+    "simulate": ("zeroshard.cli.plan_options", "parse_simulate"),
 }
 _FLAGS = ("-q", "--quiet", "-v", "--verbose")  # options of every command, which may also stand before its name
 
@@ -45,13 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return ExitCode.DONE if argv else ExitCode.USAGE
     if argv[0] == "--version":
+        from importlib import metadata
+
         print(f"zeroshard {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})")
         return ExitCode.DONE
     try:
         code = command_of(argv[0])([*flags, *argv[1:]])
         sys.stdout.flush()  # a BrokenPipeError must be raised here, where it is handled
         return int(code)
-    except UsageError as error:
+    except (UsageError, ConfigError) as error:
         return report_error(str(error))
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
@@ -59,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = how_to_install(error.name)
         return report_error(f"{argv[0]} needs {error.name}, which is not installed; install it with: {remedy}")
     except KeyboardInterrupt:
-        print("zeroshard: interrupted", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":  # once, if the signal came to all ranks
+            print("zeroshard: interrupted", file=sys.stderr, flush=True)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
         return ExitCode.UNREAD if _unread() else _broke_off()
@@ -104,4 +113,12 @@ def command_of(name: str) -> Callable[[list[str]], int]:
             )
         if str(root) not in sys.path:
             sys.path.insert(0, str(root))
-    return import_module(module).main
+    if name not in _OPTIONS:
+        return import_module(module).main
+    place, parse = _OPTIONS[name]
+
+    def main_of(argv: list[str]) -> int:
+        options = getattr(import_module(place), parse)(argv)
+        return import_module(module).main(options, argv)
+
+    return main_of

@@ -8,7 +8,7 @@ import argparse
 import contextlib
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from enum import IntEnum
 from typing import Any, NoReturn
@@ -16,6 +16,11 @@ from typing import Any, NoReturn
 EXTRAS = {  # library -> the extra of pyproject.toml that installs it
     "rich": "cli", "rich_argparse": "cli", "matplotlib": "cli", "transformers": "cli", "shtab": "cli", "deepspeed": "bench",
     "psutil": "bench",
+}  # fmt: skip
+_ELSEWHERE = {  # an option as other programs call it -> those that may stand for it here; the first that a command has is suggested
+    **dict.fromkeys(("--batch", "--batch-size"), ("--micro-batch", "--global-batch")), "--device": ("--hardware",),
+    **dict.fromkeys(("--gpus", "--nproc-per-node", "--world-size"), ("--ranks",)), "--learning-rate": ("--lr",),
+    "--micro-batches": ("--accumulate",), "--sequences": ("--micro-batch",),
 }  # fmt: skip
 _chosen = {"quiet": False, "verbose": False}
 _asked: list[bool] = []  # not empty while `parser_of` calls a command to get its parser
@@ -92,17 +97,11 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises `UsageError` instead of ending the process, and suggests names for unknown options.
+    """An ArgumentParser that raises `UsageError` instead of ending the process, and suggests names for unknown options."""
 
-    renamed: old name of an option -> its new name. An old name raises `UsageError`, which says the new one.
-    """
-
-    renamed: dict[str, str]
-
-    def __init__(self, renamed: Mapping[str, str] | None = None, **settings: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         settings.setdefault("usage", "%(prog)s [options]")
         super().__init__(allow_abbrev=False, formatter_class=_help_formatter, **settings)
-        self.renamed = dict(renamed or {})
         self.add_argument("-q", "--quiet", action="store_true", help="print the result alone: no tables, no progress")
         self.add_argument("-v", "--verbose", action="store_true", help="print more; tracebacks of mistakes in the call")
 
@@ -113,14 +112,15 @@ class Parser(argparse.ArgumentParser):
         """Parse all of `argv`. Raises UsageError for an unknown option."""
         if _asked:
             raise _Answer(self)
-        for word in argv:
-            if word.split("=")[0] in self.renamed:
-                old = word.split("=")[0]
-                raise UsageError(f"{old} is now {self.renamed[old]}; see {self.prog} --help")
-        known, unknown = self.parse_known_args(argv)
+        names, known = self._option_string_actions, argparse.Namespace()
+        unknown = [word for word in argv if word.startswith("--") and len(word) > 2 and word.split("=")[0] not in names]
+        if not unknown:  # what is misspelt is told before what is missing
+            known, unknown = self.parse_known_args(argv)
         if unknown:
             word = unknown[0].split("=")[0]
-            raise UsageError(f"unknown option {word}{closest(word, self._option_string_actions)}; see {self.prog} --help")
+            ours = next((each for each in _ELSEWHERE.get(word, ()) if each in names), None)
+            meant = f"; did you mean {ours}?" if ours else closest(word, names)
+            raise UsageError(f"unknown option {word}{meant}; see {self.prog} --help")
         _chosen.update(quiet=known.quiet, verbose=known.verbose)
         del known.quiet, known.verbose
         if quiet() and verbose():

@@ -10,20 +10,20 @@ off, open    the value asks for nothing (off), or is "auto", which the program t
 refused      `deepspeed.initialize` would raise an error with the remedy that is shown; the exit code is 1
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..integrations.deepspeed.ds_config import DeepSpeedConfig, read_config
-from ..integrations.deepspeed.lr_schedules import schedule_from_config
-from ..integrations.deepspeed.sections import KEYS_BELOW, Judgement, judge
-from ..integrations.deepspeed.shard_options import build_optimizer, shard_options
 from ..utils.sheets import Sheet
 from .arguments import ExitCode, Parser, UsageError
 from .sheets import print_json, show
+
+if TYPE_CHECKING:  # what follows the options is imported in functions, with torch: --help and a mistake do not wait for it
+    from ..integrations.deepspeed.ds_config import DeepSpeedConfig
+    from ..integrations.deepspeed.sections import Judgement
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -38,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, help="ranks of the run (default: as the three batch sizes say, else 1)")
     parser.add_argument("--json", action="store_true", help="print JSON: an object with file, refused, counts and keys")
     options = parser.parse(argv)
+    from ..integrations.deepspeed.ds_config import read_config
+    from ..integrations.deepspeed.sections import KEYS_BELOW
+
     try:
         given = read_config(options.config)
     except (OSError, ValueError) as error:
@@ -63,6 +66,9 @@ def main(argv: Sequence[str]) -> int:
 
 def judged(given: dict[str, Any], ranks: int | None) -> list[Judgement]:
     """Return each key with its treatment; an error that is due to several keys has a row of its own, "(together)"."""
+    from ..integrations.deepspeed.sections import KEYS_BELOW, Judgement, judge
+    from ..integrations.deepspeed.shard_options import shard_options
+
     found = list(judge(given))
     accepted = given
     for each in found:
@@ -91,6 +97,8 @@ def judged(given: dict[str, Any], ranks: int | None) -> list[Judgement]:
 
 def _config(given: dict[str, Any], ranks: int | None) -> DeepSpeedConfig:
     """Return the configuration of a run of `ranks`; None: the number that follows from its three batch sizes, else 1."""
+    from ..integrations.deepspeed.ds_config import DeepSpeedConfig
+
     auto = [name for name in _BATCH if given.get(name) == "auto"]
     given = {name: value for name, value in given.items() if name not in auto}
     if auto and not {*_BATCH[:2]} & given.keys():
@@ -103,6 +111,11 @@ def _config(given: dict[str, Any], ranks: int | None) -> DeepSpeedConfig:
 
 def _problem(given: dict[str, Any], ranks: int | None) -> str | None:
     """Return the message of the first error that a run would raise; None without one."""
+    import torch
+
+    from ..integrations.deepspeed.lr_schedules import schedule_from_config
+    from ..integrations.deepspeed.shard_options import build_optimizer, shard_options
+
     try:
         config = _config(given, ranks)
         shard_options(config)

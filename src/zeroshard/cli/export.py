@@ -7,28 +7,22 @@ zeroshard export runs/7/checkpoints served --dtype bf16 --hf-config config.json 
 import math
 from collections.abc import Sequence
 
-import torch
-
 import zeroshard as zs
 
-from ..planner.model_source import source_of
 from . import report_error
 from .arguments import ExitCode, Parser, UsageError
+from .options import PRECISIONS
 from .sheets import megabytes, say
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def main(argv: Sequence[str]) -> int:
     """Export a checkpoint; return the exit code."""
-    parser = Parser(
-        prog="zeroshard export", usage="%(prog)s [options] DIR OUT", renamed={"--config": "--hf-config"},
-        description="Write a checkpoint's model as files that other libraries read.",
-    )  # fmt: skip
+    what = "Write a checkpoint's model as files that other libraries read."
+    parser = Parser(prog="zeroshard export", usage="%(prog)s [options] DIR OUT", description=what)
     parser.add_argument("checkpoint", help="a checkpoint, or a folder of checkpoints", metavar="DIR")
     parser.add_argument("out", help="folder (safetensors) or file (torch) to make", metavar="OUT")
     parser.add_argument("--name", help="checkpoint in a folder of checkpoints (default: the newest complete one)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the files (default: as stored; fp32 from masters)")
+    parser.add_argument("--dtype", choices=PRECISIONS, help="dtype of the files (default: as stored; fp32 from masters)")
     parser.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="what to write")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file, in GB (1e9 bytes)")
     parser.add_argument("--hf-config", help="a Hugging Face config.json to put beside the files", metavar="FILE")
@@ -42,6 +36,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     if not 0 < options.max_shard_gb < math.inf:
         raise UsageError(f"--max-shard-gb: expected a positive number, got {options.max_shard_gb}")
+    import torch  # a mistake in the words of the call has been told without it
+
+    from ..config import PRECISIONS as DTYPES
+    from ..planner.model_source import source_of
+
     try:
         with torch.device("meta"):
             model = None if options.model is None else source_of(options.model).build()

@@ -1,9 +1,12 @@
-"""The command `zeroshard inspect`: show the content of a run, a checkpoint, or a folder of checkpoints; verify checksums.
+"""The command `zeroshard inspect`: show the content of a run, a checkpoint, or a folder of either; verify checksums.
 
+zeroshard inspect runs                                   a line for each run
 zeroshard inspect runs/7
 zeroshard inspect runs/7/checkpoints
 zeroshard inspect runs/7/checkpoints --name step-00000100 --json
 """
+
+from __future__ import annotations
 
 import json
 import sys
@@ -19,7 +22,8 @@ from .arguments import ExitCode, Parser, verbose
 from .artefacts import CHECKPOINTS, CONFIG, METRICS, MODEL, REPORT, RunFolder
 from .sheets import megabytes, print_json, show
 
-MOST = 90  # newest checkpoints that --json lists at most
+MOST = 90  # checkpoints, or runs, that --json lists at most: the newest
+_SCORED, _LOOKED = "held-out bits per byte before and after", "bits per byte of part of the held-out text, first and last"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,10 +32,12 @@ def main(argv: Sequence[str]) -> int:
         prog="zeroshard inspect", usage="%(prog)s [options] DIR",
         description="Show what is in a run or a checkpoint, and verify its checksums; exit code 1 if one does not hold.",
     )  # fmt: skip
-    parser.add_argument("folder", help="a run of `zeroshard train`, a checkpoint, or a folder of checkpoints", metavar="DIR")
+    parser.add_argument("folder", help="a run of `zeroshard train`, a checkpoint, or a folder of either", metavar="DIR")
     parser.add_argument("--name", help="one checkpoint in a folder of checkpoints (default: all)")
     parser.add_argument(
-        "--json", action="store_true", help="print JSON: a list of checkpoints; for a run an object with run and checkpoints"
+        "--json",
+        action="store_true",
+        help="print JSON: a list of checkpoints; for a run an object with run and checkpoints, for several with runs",
     )
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
     options = parser.parse(argv)
@@ -39,6 +45,19 @@ def main(argv: Sequence[str]) -> int:
     if options.name is None and (where / METRICS).is_file():
         run = run_facts(where)
         where = where / CHECKPOINTS
+    elif options.name is None and (runs := [run_facts(each.parent) for each in sorted(where.glob(f"*/{METRICS}"))[-MOST:]]):
+        rows = [{name: each.get(name) for name in ("folder", "finished", "steps", "ranks", "stage", "model")}
+                | {"bits per byte": (each.get(_SCORED) or each.get(_LOOKED) or [None])[-1]} for each in runs]  # fmt: skip
+        if options.json:
+            print_json({"runs": rows})
+        else:
+            show(
+                Sheet(
+                    header=tuple(rows[0]), rows=[["" if value is None else str(value) for value in row.values()] for row in rows]
+                )
+            )
+            print(f"{len(runs)} run{'s' * (len(runs) > 1)}; `zeroshard inspect` of one shows more")
+        return ExitCode.DONE
     try:
         if run is None or where.is_dir():
             found = zs.inspect_checkpoint(where, name=options.name, verify=not options.no_verify)
@@ -63,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.NO if damaged else ExitCode.DONE
 
 
-def run_facts(folder: Path) -> dict[str, object]:
+def run_facts(folder: Path) -> dict[str, Any]:
     """Return facts of a run from its files: fewer for a run that was not finished."""
     records = RunFolder.recorded(folder, sys.maxsize)
     steps, looks = [row for row in records if "loss" in row], [row for row in records if "held_out_bits_per_byte" in row]
@@ -76,9 +95,11 @@ def run_facts(folder: Path) -> dict[str, object]:
         "stage": report.get("stage"), "mesh": training.get("mesh"), "precision": training.get("precision"),
         "model": f"GPT: {model['layers']} layers, dim {model['dim']}, {model['heads']} heads" if model else None,
         "model states of a rank, bytes": sum(report.get("at_rest", {}).values()) or None,
-        "held-out bits per byte before and after": [round(looks[0]["held_out_bits_per_byte"], 3),
-            round(looks[-1]["held_out_bits_per_byte"], 3)] if looks else None,
     }  # fmt: skip
+    if scores := report.get("held_out_bits_per_byte"):
+        facts[_SCORED] = [round(scores["before_training"], 3), round(scores["after_training"], 3)]
+    elif looks:
+        facts[_LOOKED] = [round(looks[place]["held_out_bits_per_byte"], 3) for place in (0, -1)]
     if (folder / MODEL).is_file():
         facts[MODEL] = megabytes((folder / MODEL).stat().st_size)
     return {name: value for name, value in facts.items() if value is not None}

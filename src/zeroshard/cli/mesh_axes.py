@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..planner.models import GPTConfig
+from ..planner.presets import GPTConfig
 from .arguments import UsageError, closest
 
 AXES = ("pp", "dp", "ep", "sp", "tp")  # outermost first

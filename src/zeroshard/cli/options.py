@@ -5,6 +5,8 @@ text on any number of ranks:   global batch = ranks x accumulate x sequences of 
 On a mesh of ranks (`--mesh`) the number of ranks along dp takes the place of that of all ranks.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import math
@@ -13,15 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-import torch
-
 import zeroshard as zs
 
-from ..config import PRESETS, Tier, read_layout
-from ..planner.models import CASE_STUDIES, CaseStudy, GPTConfig
-from ..planner.models.presets import SCALES
+from ..errors import ConfigError
+from ..planner.presets import CASE_STUDIES, SCALES, CaseStudy, GPTConfig
 from ..utils.axes import cuts_model, planned_otherwise
 from ..utils.compression import CODECS, GRADIENT_CODECS
+from ..utils.option_names import FLAGS, PRESETS
 from ..utils.state_format import FORMATS
 from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
@@ -37,11 +37,9 @@ OFFLOADS = ("none", "cpu", "nvme")
 MASTERS: dict[str, bool | Literal["split"]] = {"fp32": True, "split": "split", "none": False}  # -> zs.shard's master_weights
 # names of torch.distributed.pipelining
 SCHEDULES = ("gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
-_PLANNED = {  # option -> its name in zs.shard
-    **{name: name for name in ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size",
-                             "optimizer_states", "master_weights")},
-    "hpz": "zero_hpz_partition_size", "quantized_weights": "zero_quantized_weights", "quantized_gradients": "zero_quantized_gradients",
-}  # fmt: skip
+SHARD_NAMES = {flag: name for name, flag in FLAGS.items()}  # option -> its name in zs.shard, where that is another
+_PLANNED = ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size",
+            "optimizer_states", "master_weights", *SHARD_NAMES)  # fmt: skip  # options that a plan's file sets
 OFFLOAD_PATH = "runs"  # default folder of offload to nvme, in the working directory
 
 
@@ -214,7 +212,7 @@ class TrainOptions(RunOptions):
         self.expect_positive("tile_max_bytes", "buffer_mib")
         try:
             config = self.sharding()
-        except zs.ConfigError as error:  # its message names fields of Config, which have the names of the options
+        except ConfigError as error:  # its message names fields of Config, which have the names of the options
             raise UsageError(str(error)) from None
         packs = bool(self.quantized_weights or self.quantized_gradients)
         both = "only with --quantized-weights or --quantized-gradients"
@@ -222,12 +220,19 @@ class TrainOptions(RunOptions):
         feeds = bool(self.quantized_gradients) or not self.error_feedback
         self.expect("error_feedback", feeds, "only with --quantized-gradients")
         self.expect("offload_path", self.offload_path is None or self.uses_disk, "only with nvme")
-        needs_states = config.offload_optimizer.tier is not Tier.DEVICE
+        needs_states = config.offload_optimizer.tier is not zs.Tier.DEVICE
         self.expect("offload_ratio", self.offload_ratio == 1.0 or needs_states, "only with --offload-optimizer")
         for name, usual in (("buffer_count", 8), ("buffer_mib", 16)):
             self.expect(name, getattr(self, name) == usual or self.offloads, "only with an --offload option")
         if not (self.pin_memory or self.uses_tiers):
             raise UsageError("--no-pin-memory: expected only with an --offload option")
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """The layout in the file of `config` (`config.read_layout`); {} without one."""
+        from ..config import read_layout
+
+        return {} if self.config is None else read_layout(self.config)
 
     def model_config(self) -> GPTConfig:
         """Return the model's shape: that of --size or of a published run, changed by --layers, --dim and --heads."""
@@ -251,7 +256,7 @@ class TrainOptions(RunOptions):
 
     def sharding(self) -> zs.Config:
         """Return the configuration for zs.shard. Options that have none of this command come from the file of `config`."""
-        planned = {} if self.config is None else read_layout(self.config)["shard"]
+        planned = self.planned.get("shard", {})
         return zs.Config(
             **{name: planned[name] for name in ("max_unit_numel", "prefetch_nbytes", "hierarchical") if name in planned},
             stage=self.stage,
@@ -287,7 +292,7 @@ class TrainOptions(RunOptions):
         """True if a model state rests off the device."""
         config = self.sharding()
         tiers = (config.offload_optimizer.tier, config.offload_gradient.tier, config.offload_param.tier)
-        return any(tier is not Tier.DEVICE for tier in tiers)
+        return any(tier is not zs.Tier.DEVICE for tier in tiers)
 
     @property
     def uses_tiers(self) -> bool:
@@ -310,7 +315,7 @@ class TrainOptions(RunOptions):
             try:
                 self.axes.check_ranks(world_size)
             except UsageError as error:
-                if self.config is None or read_layout(self.config)["mesh"] != self.axes.planned:
+                if self.planned.get("mesh") != self.axes.planned:
                     raise
                 again = f"--ranks {world_size} --auto --global-batch {self.global_batch} --write-config {self.config}"
                 told = f"the mesh is that of --config {self.config}: plan again with `zeroshard plan MODEL {again}`"
@@ -328,15 +333,12 @@ class TrainOptions(RunOptions):
     def planned_otherwise(self, world_size: int) -> str:
         """Return a sentence that says so if the file of `config` was made for other numbers of ranks; else ""."""
         axes = self.axes.planned if self.mesh is not None else {"dp": world_size}
-        return "" if self.config is None else planned_otherwise(self.config, read_layout(self.config), axes)
+        return "" if self.config is None else planned_otherwise(self.config, self.planned, axes)
 
 
 def parse_train(argv: Sequence[str]) -> TrainOptions:
     """Parse the command line into options. Raises UsageError, which names the option that is wrong."""
-    command = Parser(
-        prog="zeroshard train", description="Train a byte-level GPT on a folder of text, sharded by ZeRO.",
-        renamed={"--batch": "--global-batch", "--micro-batches": "--accumulate"},
-    )  # fmt: skip
+    command = Parser(prog="zeroshard train", description="Train a byte-level GPT on a folder of text, sharded by ZeRO.")
     add_options(command, TrainOptions)
     chosen = command.parse(argv)
     command.set_defaults(**_other_defaults(chosen))  # then parse again: options that were given override these defaults
@@ -362,6 +364,8 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
         row.setdefault("global_batch", math.lcm(8, axes.readers * row["accumulate"]))
     ranks = chosen.ranks or row.get("ranks") or (axes.ranks if mesh is not None else 1)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    import torch  # a mistake in the words of the call has been told without it
+
     on_gpus = chosen.device != "cpu" and torch.cuda.device_count() >= ranks
     row.setdefault("precision", "bf16" if on_gpus else "fp32")
     return row
@@ -369,11 +373,13 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     """Return the options that a plan's file contains. Raises UsageError if the file is no plan."""
+    from ..config import read_layout
+
     try:
         plan = read_layout(chosen.config)
-    except zs.ConfigError as error:
+    except ConfigError as error:
         raise UsageError(f"--{error}") from None
-    row = {name: plan["shard"][key] for name, key in _PLANNED.items() if key in plan["shard"]}
+    row = {name: plan["shard"][key] for name in _PLANNED if (key := SHARD_NAMES.get(name, name)) in plan["shard"]}
     if "master_weights" in row:
         row["master_weights"] = next(name for name, value in MASTERS.items() if value == row["master_weights"])
     row |= {"accumulate": plan["micro_batches"], "global_batch": plan["global_batch"], "seq": plan.get("seq", TrainOptions.seq)}

@@ -13,14 +13,10 @@ Exit code 0: the run fits; 1: it does not; 2: a mistake in the call.
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
-import zeroshard as zs
-
-from ..activations.token_tiles import TILES
 from ..config import Tier
 from ..planner import tables
 from ..planner.plan import Plan
@@ -30,91 +26,16 @@ from ..planner.search.layout_file import write_config
 from ..planner.search.search import Found, search
 from ..planner.simulator.simulate import Simulation
 from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
-from ..utils.axes import DP, EP, SP
+from ..utils.axes import DP, EP
 from ..utils.sheets import Sheet
-from . import report_error
 from .arguments import ExitCode, UsageError, quiet
-from .options import option
-from .plan_options import OUTPUT, PlanOptions, parse
+from .plan_options import PlanCommand
 from .progress import working
 from .sheets import drawn, print_json, show
 
-_SEARCH = "search for the fastest layout"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options(PlanOptions):
-    """The options of `zeroshard plan`."""
-
-    auto: bool = option(
-        False, "search stage, tiers, mesh, batches and checkpointing for the fastest layout that fits", action="store_true",
-        group=_SEARCH,
-    )  # fmt: skip
-    global_batch: int | None = option(
-        None, "sequences of one optimizer step over all ranks, with --auto (default: those of the other options)", type=int,
-        group=_SEARCH,
-    )  # fmt: skip
-    lossy: bool = option(
-        False, "with --auto: also consider compression of parameters and gradients, which changes results", action="store_true",
-        group=_SEARCH,
-    )  # fmt: skip
-    write_config: str | None = option(
-        None, "with --auto: the file to write, for train --config, zs.shard(config=) and zeroshard.deepspeed", metavar="FILE",
-        group=_SEARCH,
-    )  # fmt: skip
-    offload_path: str | None = option(
-        None, "with --auto: folder on a local disk of the machines that will train, for nvme", group=_SEARCH
-    )
-    try_seconds: float = option(30.0, "seconds to search for changes that make it fit; 0: none", type=float, group=OUTPUT)
-    brief: bool = option(False, "print one line", action="store_true", group=OUTPUT)
-    full: bool = option(False, "print the tables with all numbers after the page", action="store_true", group=OUTPUT)
-    json_full: bool = option(
-        False, "print JSON with every task of the step and every moment of memory", action="store_true", group=OUTPUT
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.expect_positive("global_batch")
-        if not self.try_seconds >= 0:  # also true for NaN
-            raise UsageError(f"--try-seconds: expected seconds of at least 0, got {self.try_seconds:g}")
-        for name in ("global_batch", "lossy", "write_config", "offload_path"):
-            if getattr(self, name) and not self.auto:
-                raise UsageError(f"--{name.replace('_', '-')}: expected only with --auto")
-        for name in TILES:
-            if getattr(self, name) and self.write_config is not None:
-                raise UsageError(
-                    f"--{name.replace('_', '-')}: expected without --write-config, whose file has no place for it: pass it to zs.long_context"
-                )
-        path = self.write_config
-        if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):  # before the search
-            raise UsageError(f"--write-config: expected the name of a file in a folder that exists, got {path!r}")
-        if self.auto and (self.offload_optimizer or self.offload_gradient or self.offload_param):
-            raise UsageError("--auto searches where states are kept: leave out the --offload options")
-
-    def fixed(self, request: Request) -> dict[str, Any]:
-        """Return the settings that were given, which --auto does not search."""
-        found: dict[str, Any] = {EP: 1, SP: 1, **request.axes} if self.mesh is not None else {}
-        found |= {"stage": self.stage} if self.stage is not None else {}
-        found |= {"hpz": self.hpz} if self.hpz > 1 else {}
-        found |= {"shard_size": self.shard_size} if self.shard_size is not None else {}
-        found |= {name: request.options[name] for name in ("optimizer_states", "master_weights") if name in request.options}
-        found |= {"prefetch_nbytes": request.config.prefetch_limit_nbytes} if self.prefetch_bucket_size is not None else {}
-        return found | ({"checkpointing": "blocks"} if self.checkpoint_activations else {})
-
-
-def main(argv: Sequence[str]) -> int:
-    """Plan and print; return the exit code."""
-    options = parse(
-        Options, "zeroshard plan", "Tell what a run will hold and send, and whether it fits, without running it.", argv,
-        {"--config": "--write-config (--config is an input, of zeroshard train)"},
-    )  # fmt: skip
-    try:
-        return _planned(options)
-    except zs.ZeroshardError as error:
-        return report_error(str(error))
-
-
-def _planned(options: Options) -> int:
+def main(options: PlanCommand, _: Sequence[str]) -> int:
+    """Plan, print and write; return the exit code. Raises ConfigError for the model, the hardware or options of zs.shard."""
     layouts: Found | None = None
     with working("the model is made"):
         request = options.request()
@@ -153,7 +74,7 @@ def _planned(options: Options) -> int:
 
 def _print(
     verdict: Verdict, found: Sequence[Remedy], sheets: Sequence[Sheet], layouts: Found | None, notes: Sequence[str],
-    options: Options, look: bool,
+    options: PlanCommand, look: bool,
 ) -> None:  # fmt: skip
     """Print the lines below the page: remedies, tables and notes."""
     if layouts is not None:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ..planner.recorder import telling
 from .arguments import quiet, verbose
 
 PLAIN_EVERY_S = 10.0
@@ -79,6 +78,8 @@ def working(what: str) -> Iterator[None]:
     if quiet():
         yield
         return
+    from ..planner.recorder import telling
+
     told = [what]
     over = threading.Event()
     began = time.monotonic()

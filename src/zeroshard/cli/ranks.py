@@ -89,18 +89,23 @@ class Ranks:
             dist.destroy_process_group()
 
 
+def check_gpus(device: str, local_ranks: int) -> None:
+    """Raise UsageError if --device asks for GPUs, and this machine has fewer of them than ranks."""
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus < local_ranks:
+        told = f"--device cuda: expected a GPU per rank, got {gpus} for {local_ranks} ranks"
+        raise UsageError(f"{told}; use fewer --ranks or --device cpu")
+
+
 def join(device: str, threads: int | None) -> Ranks:
     """Join the process group that the environment describes, or run alone."""
     together = launched()
     rank, world_size = (int(os.environ[name]) for name in VARIABLES[:2]) if together else (0, 1)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_ranks = ranks_here(world_size)
-    gpus = torch.cuda.device_count()
-    if device == "cuda" and gpus < local_ranks:
-        told = f"--device cuda: expected a GPU per rank, got {gpus} for {local_ranks} ranks"
-        raise UsageError(f"{told}; use fewer --ranks or --device cpu")
-    # "auto" chooses GPUs only if each rank gets its own
-    chosen = torch.device("cpu") if device == "cpu" or gpus < local_ranks else torch.device("cuda", local_rank)
+    check_gpus(device, local_ranks)
+    few = torch.cuda.device_count() < local_ranks  # then "auto" chooses the CPU: each rank gets a GPU of its own, or none
+    chosen = torch.device("cpu") if device == "cpu" or few else torch.device("cuda", local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     else:

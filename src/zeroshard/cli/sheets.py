@@ -36,7 +36,10 @@ def show(sheet: Sheet) -> None:
     except ModuleNotFoundError:
         print(sheet.text(width()))
         return
-    console = Console(highlight=False, markup=False, width=width())  # no markup: a cell may hold a path with brackets
+    colours = None if sys.stdout.isatty() else False  # none in a file, even with FORCE_COLOR
+    console = Console(
+        highlight=False, markup=False, width=width(), force_terminal=colours
+    )  # a cell may hold a path with brackets
     if sheet.rows:
         title = sheet.title or None
         table = Table(show_header=bool(sheet.header), title=title, title_justify="left", title_style="bold")

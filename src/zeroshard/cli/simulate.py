@@ -10,10 +10,8 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-import zeroshard as zs
 
 from ..planner import tables
 from ..planner.request import Request, judge
@@ -22,89 +20,32 @@ from ..planner.simulator.spread import rate_with_spread, said_of, seconds_with_s
 from ..planner.simulator.sweep import Row, Sweep, sweep
 from ..planner.simulator.trace import Trace
 from ..utils.sheets import Sheet
-from . import report_error
-from .arguments import UsageError, closest
-from .options import option
+from .arguments import UsageError
 from .plan import draw, make_folder
-from .plan_options import PlanOptions, parse
+from .plan_options import SimulateCommand, numbers
 from .progress import working
 from .sheets import drawn, print_json, show
 
-SWEPT = ("ranks", "micro-batch", "pp", "tp", "ep", "sp")
-_SIMULATED = "simulation"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options(PlanOptions):
-    """The options of `zeroshard simulate`."""
-
-    utilisation: str = option(
-        "1", "share of each link's bandwidth that is achieved; several with a comma, for a sweep", group=_SIMULATED
-    )
-    latency: str | None = option(
-        None, "microseconds of a hop between ranks, in place of the hardware's; several with a comma", group=_SIMULATED
-    )
-    sweep: str | None = option(
-        None,
-        "simulate each: ranks=8,64,512, micro-batch=1,2,4, an axis: sp=1,2,4, or several: ranks=8,64;sp=1,8",
-        group=_SIMULATED,
-    )
-
-    def swept(self, request: Request) -> dict[str, list[int]]:
-        """Return the lists of numbers of ranks, of micro-batch sizes and of ranks along axes to simulate."""
-        found = {"ranks": [request.ranks], "micro-batch": [request.rows]}
-        seen: set[str] = set()
-        for part in self.sweep.split(";") if self.sweep is not None else ():
-            name, _, values = part.partition("=")
-            if name.strip() in seen:
-                raise UsageError(f"--sweep: expected each name once, got {name.strip()} twice in {self.sweep!r}")
-            seen.add(name.strip())
-            if name.strip() == "batch":
-                raise UsageError("--sweep: batch is now micro-batch: sequences of one forward pass of one rank")
-            if name.strip() not in SWEPT:
-                raise UsageError(
-                    f"--sweep: expected ranks=8,16, micro-batch=8,16 or an axis (sp=1,8), got {part!r}{closest(name, SWEPT)}"
-                )
-            found[name.strip()] = [int(each) for each in _numbers("sweep", values)]
-        return found
-
-
-def _numbers(name: str, text: str) -> list[float]:
-    """Return the numbers of a text such as 8,16; those of --sweep are whole. Raises UsageError."""
-    try:
-        found = [float(each) for each in text.split(",")]
-    except ValueError:
-        found = [math.nan]
-    least, whole = (1, True) if name == "sweep" else (0, False)
-    if not all(math.isfinite(each) and each >= least and not (whole and each % 1) for each in found):
-        raise UsageError(f"--{name}: expected positive numbers with commas between, got {text!r}")
-    return found
-
-
-def main(argv: Sequence[str]) -> int:
-    """Simulate and print; return the exit code."""
-    description = "Tell how long a step of a run will take, and what bounds it, without running it."
-    options = parse(Options, "zeroshard simulate", description, argv, {})
-    utilisations = _numbers("utilisation", options.utilisation)
-    latencies = [None] if options.latency is None else [each / 1e6 for each in _numbers("latency", options.latency)]
-    try:
-        with working("the model is made"):
-            request = options.request()
-        if options.sweep is not None or len(utilisations) * len(latencies) > 1:
-            swept = options.swept(request)
-            with working("sweep"):
-                pairs, axes = (swept.pop("ranks"), swept.pop("micro-batch")), list(swept)
-                rows: list[Row] = []
-                for sizes in itertools.product(*swept.values()):  # once, where no axis is varied
-                    mesh = dict(zip(axes, sizes, strict=True))
-                    done = sweep(functools.partial(_traces, request, mesh), request.hardware, *pairs, utilisations, latencies)
-                    text = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-                    rows += [replace(row, setting=replace(row.setting, mesh=text)) for row in done.rows]
-                done = Sweep(tuple(rows), request.hardware)
-            return _told_sweep(done, request, options)
-        return _told(request, utilisations[0], latencies[0], options)
-    except zs.ZeroshardError as error:
-        return report_error(str(error))
+def main(options: SimulateCommand, _: Sequence[str]) -> int:
+    """Simulate, print and write; return the exit code. Raises ConfigError for the model, the hardware or options of zs.shard."""
+    utilisations = numbers("utilisation", options.utilisation)
+    latencies = [None] if options.latency is None else [each / 1e6 for each in numbers("latency", options.latency)]
+    with working("the model is made"):
+        request = options.request()
+    if options.sweep is not None or len(utilisations) * len(latencies) > 1:
+        swept = options.swept(request)
+        with working("sweep"):
+            pairs, axes = (swept.pop("ranks"), swept.pop("micro-batch")), list(swept)
+            rows: list[Row] = []
+            for sizes in itertools.product(*swept.values()):  # once, where no axis is varied
+                mesh = dict(zip(axes, sizes, strict=True))
+                done = sweep(functools.partial(_traces, request, mesh), request.hardware, *pairs, utilisations, latencies)
+                text = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+                rows += [replace(row, setting=replace(row.setting, mesh=text)) for row in done.rows]
+            done = Sweep(tuple(rows), request.hardware)
+        return _told_sweep(done, request, options)
+    return _told(request, utilisations[0], latencies[0], options)
 
 
 def _traces(request: Request, mesh: Mapping[str, int], ranks: int, rows: int) -> list[Trace]:
@@ -119,7 +60,7 @@ def _traces(request: Request, mesh: Mapping[str, int], ranks: int, rows: int) ->
     return replace(request, axes={**kept, "dp": ranks // model}, rows=rows).traces()
 
 
-def _told(request: Request, utilisation: float, latency_s: float | None, options: Options) -> int:
+def _told(request: Request, utilisation: float, latency_s: float | None, options: SimulateCommand) -> int:
     """Simulate the request alone, print and write the result; return the exit code."""
     with working("dry run"):
         plans = request.plans()
@@ -163,7 +104,7 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
     return 0
 
 
-def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
+def _told_sweep(done: Sweep, request: Request, options: SimulateCommand) -> int:
     """Print and write the result of a sweep; return the exit code."""
     limits = [str(limit) for limit in done.limits]
     if options.out is not None:
@@ -200,6 +141,6 @@ def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
     return 0
 
 
-def _written(options: Options) -> None:
+def _written(options: SimulateCommand) -> None:
     if options.out is not None:
         print(f"written: {', '.join(str(path) for path in sorted(Path(options.out).iterdir()))}")

@@ -1,5 +1,6 @@
 """The text that a run prints at its start and its end: ranks, model and data; quality, memory, communication, a sample."""
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -101,7 +102,13 @@ def closing(folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
     if outcome.sample:
         show(Sheet("a sample of the model", rows=[[line] for line in outcome.sample.splitlines()]))
     bits = f"{outcome.scores['after_training']:.3f} bits per byte of the whole held-out text"
-    print(f"{bits} after {last.step:,} steps; results in {folder.path}/")
+    missed = " steps"
+    if last.step < options.steps and options.time_limit is not None:
+        needed = math.ceil(options.steps * last.seconds / last.step)
+        missed = (
+            f" of {options.steps:,} steps (the others were lost to --time-limit {options.time_limit:g}: all take {needed:,} s)"
+        )
+    print(f"{bits} after {last.step:,}{missed}; results in {folder.path}/")
     for path in sorted(folder.path.iterdir()):
         say(f"  {path.name:20}{path.stat().st_size:>12,} bytes")
 

@@ -21,27 +21,28 @@ import torch
 
 import zeroshard as zs
 
+from ..checkpoint.directory import LATEST
 from ..comm import backend_select
 from ..comm.launch import spawn
 from ..data.text import Corpus, compressed_bits_per_byte, read_corpus
 from . import report_error, summary
 from .arguments import ExitCode, UsageError
 from .artefacts import BITS_PER_NAT, CHECKPOINTS, CONFIG, MODEL, REPORT, RunFolder
-from .options import TrainOptions, parse_train
+from .options import TrainOptions
 from .progress import TrainingProgress
-from .ranks import Ranks, join, launched
+from .ranks import Ranks, check_gpus, join, launched
 from .sheets import say
 from .trainer import StepResult, Trainer
 
 
-def main(argv: Sequence[str]) -> int:
+def main(options: TrainOptions, argv: Sequence[str]) -> int:
     """Run as a rank if a launcher started this process, else start the ranks; return the exit code."""
-    options = parse_train(argv)
     if launched():
         return _join_and_run(options)
     on_mesh = options.axes.ranks if options.mesh is not None else None
     world_size = options.ranks or on_mesh or torch.cuda.device_count() or 2
     options.check_batch(world_size)
+    check_gpus(options.device, world_size)  # here, since each rank would say so
     if world_size == 1:
         return _join_and_run(options)
     return spawn(["train", *argv], world_size)
@@ -54,7 +55,7 @@ def _join_and_run(options: TrainOptions) -> int:
     """
     ranks = join(options.device, options.threads)
     try:
-        run(options, ranks)
+        _run(options, ranks)
     except (UsageError, zs.ConfigError) as error:  # the same on all ranks: one prints it
         ranks.leave()
         return report_error(str(error)) if ranks.first else ExitCode.USAGE
@@ -65,16 +66,16 @@ def _join_and_run(options: TrainOptions) -> int:
         if isinstance(error, zs.PeerFailed):  # the rank that failed prints the traceback
             text = f"stopped: {str(error).splitlines()[0]}"
         elif isinstance(error, KeyboardInterrupt):
-            text = "interrupted"
+            text = "interrupted" if ranks.first else ""  # once: the signal usually comes to all ranks
         backend_select.announce(error)
         sys.stdout.flush()
-        print("\n".join(f"[rank {ranks.rank}] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+        print("".join(f"[rank {ranks.rank}] {line}\n" for line in text.splitlines()), end="", file=sys.stderr, flush=True)
         os._exit(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED)
     ranks.leave()
     return 0
 
 
-def run(options: TrainOptions, ranks: Ranks) -> None:
+def _run(options: TrainOptions, ranks: Ranks) -> None:
     """Train, evaluate, sample, save and print the summary."""
     corpus = _prepare(options, ranks)
     if ranks.first and (otherwise := options.planned_otherwise(ranks.world_size)):
@@ -90,7 +91,12 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     forecast = trainer.forecast() if options.uses_tiers else None
     if forecast is not None and ranks.first:
         say(f"forecast: {forecast}")
-    before, steps = _train(trainer, folder, path / CHECKPOINTS)
+    try:
+        before, steps = _train(trainer, folder, path / CHECKPOINTS)
+    except BaseException:
+        if ranks.first:
+            print(f"zeroshard: stopped after {trainer.step:,} steps; {_goes_on(path)}", file=sys.stderr, flush=True)
+        raise
     report = zs.report(trainer.model)
     activations = zs.activation_report(trainer.model) if options.checkpoints else None
     after = trainer.held_out_loss(overlap=True)
@@ -182,7 +188,7 @@ def _resume(trainer: Trainer, path: Path) -> RunFolder | None:
     if found is None:
         say(f"nothing to resume from in {path} yet: from the beginning")
         return folder
-    say(f"resumed from {found}: {trainer.step} steps, {trainer.seconds:.0f} s of training")
+    say(f"resumed from step {trainer.step:,}, after {trainer.seconds:.0f} s of training ({found})")
     if trainer.complete:
         say("all steps have been taken: the results are written")
     return folder
@@ -216,6 +222,16 @@ def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tup
     if saving is not None:
         saving.wait()
     return before, results
+
+
+def _goes_on(path: Path) -> str:
+    """Return the part of a sentence that says how a run that was stopped can be resumed, and from where."""
+    again = f"the same call with --resume {os.path.relpath(path)}"
+    try:
+        newest = (path / CHECKPOINTS / LATEST).read_text().splitlines()[0]
+    except (OSError, IndexError):  # no checkpoint yet
+        return f"{again} begins anew, since there is no checkpoint (--save-every N saves some)"
+    return f"{again} goes on from {newest}"
 
 
 def _steps_of(records: list[dict[str, Any]]) -> list[StepResult]:

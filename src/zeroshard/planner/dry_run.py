@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import api
 from ..activations.checkpoint import checkpoint_activations
 from ..activations.storage import CHECKPOINTS
-from ..activations.token_tiles import TILES, computes_loss_in_tiles, tile_loss, tile_mlps
+from ..activations.token_tiles import computes_loss_in_tiles, tile_loss, tile_mlps
 from ..activations.transformers_attention import find_packed
 from ..activations.ulysses import sequence_of
 from ..checkpoint.file_writer import ROTATING
@@ -42,6 +42,7 @@ from ..tensor.flat_layout import round_up
 from ..testing import imagined_mesh
 from ..utils import torch_compat
 from ..utils.axes import DP, EP, PLANNED, PP, SP, TP, cuts_model, planned_sizes
+from ..utils.option_names import TILES
 from ..utils.torch_compat import FakeTensor, PlanMode
 from ..utils.transformers_compat import answer_for_packed, is_pretrained
 from ..zero.runtime import Runtime, runtime_of
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
     from ..config import ShardOptions
 
+MOST_RANKS = 1 << 20  # lists of ranks are kept, some of them for each unit of the model
 Loss = Callable[[nn.Module, Any], Tensor]
 Step = Callable[[list[Any]], None]  # of the micro-batches
 _FIXED_SHAPES = "give zs.plan a model whose shapes do not depend on values, e.g. with experts of a fixed capacity, and without asserts on tensors."
@@ -107,7 +109,7 @@ def plan(
     Raises:
         ConfigError: an argument is wrong, or the model cannot be divided so, or cannot be built or run without values.
     """
-    axes = _axes(ranks, axes)
+    axes = checked_axes(ranks, axes)
     total = math.prod(axes.values())
     if not _whole(rank, 0) or rank >= total:
         raise ConfigError(f"rank: expected one of 0 to {total - 1}, got {rank!r}.")
@@ -190,7 +192,7 @@ def observe(
         model = model_fn()
     config = Config.build(config, **options)
     run = _Run(
-        model, _axes(ranks, None), rank, config, optimizer, micro_batches, Recorder(separate), ranks, loss, {}, hold,
+        model, checked_axes(ranks, None), rank, config, optimizer, micro_batches, Recorder(separate), ranks, loss, {}, hold,
         model_fn if whole else None, real=True,
     )  # fmt: skip
     found = run.plan(batch, checkpointing, name or type(model).__name__, separate)
@@ -225,7 +227,8 @@ def _check(
             raise ConfigError(f"{name}: expected True or False, got {value!r}.")
 
 
-def _axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
+def checked_axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
+    """Return the number of ranks along each axis that plans have. Raises ConfigError."""
     if (ranks is None) == (axes is None):
         raise ConfigError('zs.plan: expected ranks=N, or axes={"pp": .., "dp": .., "tp": ..}; give one of them.')
     if axes is not None and not isinstance(axes, Mapping):
@@ -236,6 +239,8 @@ def _axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
             raise ConfigError(
                 f'axes: expected whole numbers of at least 1 for "pp", "dp", "ep", "sp" and "tp", got {axis!r}: {size!r}.'
             )
+    if (total := math.prod(found.values())) > MOST_RANKS:
+        raise ConfigError(f"ranks: expected at most {MOST_RANKS:,}, got {total:,}; plan for fewer ranks.")
     sizes = planned_sizes(found) | {axis: found[axis] for axis in (EP, SP) if found.get(axis, 1) > 1}
     return {axis: sizes[axis] for axis in (PP, DP, EP, SP, TP) if axis in sizes}  # outermost first, as a mesh has them
 

@@ -1,6 +1,6 @@
 """The MODEL of `zeroshard plan` and `zeroshard simulate`: a source of models that are built without memory and fed a batch.
 
-    gpt-60b, llama-3-70b, bloom, quickstart     a preset: shapes.csv, planner/models/presets.py, the model of ./quickstart
+    gpt-60b, llama-3-70b, bloom, quickstart     a preset: shapes.csv, planner/presets.py, the model of ./quickstart
     config.json, a folder with one              a Hugging Face configuration, built by Transformers
     meta-llama/Llama-3.1-8B                     a Hugging Face model id, whose config.json lies in the local cache
     package.module:function                     the user's own: a function without arguments that returns a module

@@ -21,9 +21,6 @@ from .simulator.simulate import Simulation, simulate
 from .simulator.trace import Trace
 
 GIB = 1 << 30
-FLAGS = {  # options of zs.shard that have another name on the command line
-    "zero_hpz_partition_size": "hpz", "zero_quantized_weights": "quantized_weights", "zero_quantized_gradients": "quantized_gradients",
-}  # fmt: skip
 WHERE = {Tier.DEVICE: "", Tier.HOST: " of a node's host memory", Tier.DISK: " of a node's disk"}  # after bytes, in a sentence
 _ALIKE = 0.98  # phases with at least this share of the fullest one's bytes count as equally full
 

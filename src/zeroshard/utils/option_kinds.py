@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
 
-import torch
-
 from ..errors import ConfigError
 
 _T = TypeVar("_T")
@@ -58,14 +56,7 @@ def _are_units(value: object) -> bool:
     return isinstance(value, str) or callable(value)
 
 
-def _are_dtypes(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(key, str) and isinstance(dtype, torch.dtype) and dtype.is_floating_point for key, dtype in value.items()
-    )
-
-
 UNITS = Kind("'auto', 'model', 'leaf', a tuple of classes or names, or a function (name, module) -> bool", _are_units)
-DTYPES = Kind("{class name or name pattern: floating-point dtype}", _are_dtypes)
 MAX_SECONDS = 2_000_000  # 23 days: sockets count milliseconds in 31 bits
 SECONDS = Kind(
     f"a number of seconds above 0, at most {MAX_SECONDS:,}",

@@ -4,7 +4,7 @@
 
 The whole model's forward, a backward, a step and zs.shard pass their errors to this module. It makes the message from numbers of
 the ledger and formulas on them, and allocates nothing on the device. The planner (remedies/) finds the changes. Its modules
-import this one and take a second to load, so the package sets `advise`, which imports them at the first error.
+import this one and take a second to load, so `advise` imports them at the first error.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 
 from ..comm.base import Comm
 from ..config import Config, Tier
-from ..errors import OUT_OF_MEMORY_PAGE, DeviceMemoryError, HostMemoryError
+from ..errors import OUT_OF_MEMORY_PAGE, HostMemoryError, ZeroshardError
 from ..memory.host_memory import limits, resident_nbytes
 from ..memory.ledger import GATHERED, PARTIAL, STAGING, Ledger
 from ..utils.transformers_compat import recomputes
@@ -34,6 +35,15 @@ FAILURES = (RuntimeError, MemoryError)  # a failed allocation raises one of thes
 _ON_HOST = "DefaultCPUAllocator: can't allocate memory"  # torch's words, in a RuntimeError
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _COME_AND_GO = (GATHERED, STAGING, PARTIAL)  # partly released while the error propagated, so the message has their peak
+
+
+class DeviceMemoryError(ZeroshardError, torch.OutOfMemoryError):
+    """A device had no memory for an allocation inside of a sharded model: in zs.shard, a forward, a backward or a step.
+
+    The message lists the bytes that this rank holds, by kind, and the cheapest changes that reduce them, with their costs.
+    torch's error is the cause (`__cause__`), and `except torch.OutOfMemoryError` catches this error too. How-to:
+    docs/how-to/out-of-memory.md.
+    """
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,9 @@ class Shortage:
     checkpointed: bool
 
 
-advise: Callable[[Shortage], list[str]] = lambda shortage: []  # noqa: E731  # a line for each change; set by the package
+def advise(shortage: Shortage) -> list[str]:
+    """Return a line for each of the planner's changes."""
+    return import_module("zeroshard.planner.remedies.running").advise(shortage)
 
 
 def tell(error: BaseException, runtime: Runtime, where: str) -> None:

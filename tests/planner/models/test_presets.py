@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroshard.planner.models import CASE_STUDIES, GPT
-from zeroshard.planner.models.presets import SCALES
+from zeroshard.planner.presets import SCALES
 
 NAMES = list(CASE_STUDIES)
 

@@ -15,61 +15,15 @@ cost next to no arithmetic and teach a byte-level model short words at once: in 
 """
 
 import math
-from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...utils.grouped_mm import grouped_mm
+from ..presets import GPTConfig
 
 NGRAM_LENGTHS = (2, 3, 4)
-POSITIONS = ("learned", "alibi")
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a GPT. `seq_len` is the longest sequence it can read."""
-
-    vocab_size: int = 256
-    seq_len: int = 256
-    dim: int = 128
-    layers: int = 4
-    heads: int = 4
-    mlp_ratio: int = 4
-    tied: bool = False
-    dropout: float = 0.0
-    ngram_rows: int = 0  # rows of each n-gram table; 0: no tables
-    positions: str = "learned"  # a vector for each position, or "alibi": attention falls with distance (arXiv 2108.12409)
-    bias: bool = False  # biases in linear layers and norms; the head never has one
-    embedding_norm: bool = False  # a norm after the embedding, as in BLOOM (arXiv 2211.05100, section 3.2)
-    experts: int = 0  # experts of a block in place of its MLP; 0: an MLP
-    experts_per_token: int = 2
-    init_std: float = 0.02  # standard deviation of the normal distribution from which weights are drawn
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "seq_len", "dim", "layers", "heads", "mlp_ratio"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {value!r}")
-        if self.dim % self.heads:
-            raise ValueError(f"heads: expected a divisor of dim={self.dim}, got {self.heads}; change heads or dim")
-        if self.ngram_rows < 0:
-            raise ValueError(f"ngram_rows: expected 0 (none) or a positive integer, got {self.ngram_rows}")
-        if self.experts < 0 or self.experts_per_token < 1 or 0 < self.experts < self.experts_per_token:
-            raise ValueError(
-                f"experts: expected 0 (none) or at least experts_per_token={self.experts_per_token}, which is positive; got {self.experts}"
-            )
-        if self.positions not in POSITIONS:
-            raise ValueError(f"positions: expected one of {', '.join(POSITIONS)}, got {self.positions!r}")
-        if not 0.0 < self.init_std < math.inf:
-            raise ValueError(f"init_std: expected a positive number, got {self.init_std}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout: expected 0 <= dropout < 1, got {self.dropout}")
-
-    def to_dict(self) -> dict[str, int | float | bool | str]:
-        """Return the fields as a dictionary in types that JSON has."""
-        return asdict(self)
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -21,11 +21,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...activations.token_tiles import TILES
 from ...config import STATES, Placement, written
 from ...utils.axes import DP, EP, PP, SP, TP, cuts_model
+from ...utils.option_names import FLAGS, TILES
 from ..plan import ACTIVATIONS
-from ..request import FLAGS, Request
+from ..request import Request
 from ..search.layout import CHECKPOINTING
 from ..search.requested import layout_of
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...activations.token_tiles import TILES
 from ...errors import ConfigError
 from ...parallel.experts import experts_of
 from ...parallel.styles import most_ranks
 from ...utils.axes import DP, TP, planned_sizes
+from ...utils.option_names import TILES
 from ..model_source import ModelSource
 from ..plan import Plan
 from ..request import Request
