@@ -191,12 +191,12 @@ def test_a_program_of_ddp_and_the_same_with_zeroshard(tmp_path):
 
     def run(name: str, folder: str, steps: int) -> list[str]:
         (tmp_path / folder).mkdir(exist_ok=True)
-        program = str(EXAMPLES / "from_ddp" / f"{name}.py")
+        program = str(EXAMPLES / f"ddp_{name}.py")
         return started([*start, program, folder, "--steps", str(steps)], tmp_path).splitlines()
 
     expected = run("before", "theirs", 10)
     assert len(expected) == 3 and expected == [*run("before", "ours", 5)[:1], *run("after", "ours", 10)]
-    texts = [(EXAMPLES / "from_ddp" / f"{name}.py").read_text().split('"""\n', 1)[1].splitlines() for name in ("before", "after")]
+    texts = [(EXAMPLES / f"ddp_{name}.py").read_text().split('"""\n', 1)[1].splitlines() for name in ("before", "after")]
     lines = list(difflib.unified_diff(*texts, n=1, lineterm=""))[2:]
     shown = "\n".join("@@" if line.startswith("@@") else line for line in lines)
     assert f"```diff\n{shown}\n```" in (ROOT / "docs" / "how-to" / "from-ddp.md").read_text()
@@ -239,4 +239,14 @@ def test_every_example_is_in_the_gallery_and_is_run():
     gallery = (EXAMPLES / "README.md").read_text()
     programs = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
     assert set(re.findall(r"\]\(([\w.]+)\)", gallery)) == programs
-    assert programs == {*HERE, *RUNS, *ELSEWHERE, "zero_plus_plus.py", "slurm.sh", "ds_config.json", "first_run.ipynb"}
+    assert programs == {
+        *HERE,
+        *RUNS,
+        *ELSEWHERE,
+        "zero_plus_plus.py",
+        "ddp_before.py",
+        "ddp_after.py",
+        "slurm.sh",
+        "ds_config.json",
+        "first_run.ipynb",
+    }

@@ -115,7 +115,7 @@ def put_full_tensors(
 
     Raise ConfigError, which begins with `verb`, if a tensor is missing or has another shape; nothing was written then.
     """
-    writes = []
+    writes: list[tuple[Rest, ParamGroup, int, Tensor]] = []
     for item in _items(runtime_of(model), lambda group: group.values.rest, None):
         taken = [(rest, group, index) for group, index, _ in item.sources if (rest := target(group)) is not None]
         value = next((given[name] for name in item.names if name in given), None)
@@ -124,7 +124,7 @@ def put_full_tensors(
             raise ConfigError(
                 f"{verb}: {item.names[0]}: expected a tensor of shape {item.shape}, got {got}. Nothing was changed."
             )
-        writes += [(rest, group, index, value) for rest, group, index in taken]
+        writes += [(rest, group, index, value) for rest, group, index in taken if value is not None]
     for rest, group, index, value in writes:
         spec, piece = group.specs[index], group.homes[index].piece
         if not spec.absent:

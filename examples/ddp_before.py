@@ -1,7 +1,7 @@
 """A classifier of images trained by DistributedDataParallel: accumulation, clipping, a moving average, evaluation, checkpoints.
 
-Run: torchrun --nproc-per-node 2 examples/from_ddp/before.py FOLDER --steps 20; again with --steps 40 it goes on where it was.
-Prints the loss of every fifth step, and the accuracy on held-out images by the moving average. after.py is the same program with
+Run: torchrun --nproc-per-node 2 examples/ddp_before.py FOLDER --steps 20; again with --steps 40 it goes on where it was.
+Prints the loss of every fifth step, and the accuracy on held-out images by the moving average. ddp_after.py is the same program with
 zeroshard, and prints the same numbers.
 """
 

@@ -1,7 +1,7 @@
-"""The program of before.py with zeroshard at stage 3: each rank keeps a slice of the parameters, of AdamW's states and of the average.
+"""The program of ddp_before.py with zeroshard at stage 3: each rank keeps a slice of the parameters, of AdamW's states and of the average.
 
-Run: torchrun --nproc-per-node 2 examples/from_ddp/after.py FOLDER --steps 20; again with --steps 40 it goes on where it was, or where
-before.py was. Prints what before.py prints.
+Run: torchrun --nproc-per-node 2 examples/ddp_after.py FOLDER --steps 20; again with --steps 40 it goes on where it was, or where
+ddp_before.py was. Prints what that prints.
 """
 
 import argparse
