@@ -25,6 +25,7 @@ from .comm.mesh.topology import Topology
 from .config import Config
 from .errors import ConfigError, ZeroshardError
 from .memory.ledger import Ledger
+from .optim.late_optimizer import watch
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
 from .optim.state_view import state_by_param
@@ -128,8 +129,7 @@ def shard(
         taken.undo()
         local.undo()  # put the user's DTensors back
         raise
-    if taken.note and runtime_of(model).comm.rank == 0:
-        print(f"zeroshard: {taken.note}", file=sys.stderr)
+    taken.tell(runtime_of(model).comm.rank)
     return model, optimizer
 
 
@@ -190,7 +190,8 @@ def _shard(
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(runtime, found, stored)
     if optimizer is not None:
-        runtime.optimizer = shard_optimizer(optimizer, runtime)
+        runtime.sharded_optimizer = shard_optimizer(optimizer, runtime)
+    watch()
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -265,7 +266,11 @@ def _at_least_0(name: str, value: object) -> float:
 def _core(runtime: Runtime) -> OptimizerCore:
     optimizer = runtime.optimizer
     if optimizer is None:
-        raise ZeroshardError("this model was sharded without an optimizer: zs.close(model), and zs.shard(model, optimizer, ...).")
+        names = " and ".join(sorted(type(each).__name__ for each in runtime.awaiting))
+        several = f" ({len(runtime.awaiting)} were made of its parameters, {names})" if names else ""
+        raise ZeroshardError(
+            f"this model has no optimizer{several}: make one of its parameters, or zs.close(model), and zs.shard(model, optimizer, ...)."
+        )
     return optimizer.core
 
 

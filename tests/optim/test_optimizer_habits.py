@@ -340,7 +340,7 @@ def test_a_scheduler_stands_still_only_where_all_steps_were_skipped(stage, kind)
     run_threads(WORLD, rank_run)
 
 
-# -- inference mode, GradScaler ----------------------------------------------------------------------------------
+# -- inference mode ----------------------------------------------------------------------------------------------
 
 
 @ALL_STAGES
@@ -362,25 +362,6 @@ def test_a_model_of_inference_tensors_is_refused():
         with pytest.raises(zs.ConfigError, match=r"weight was made under torch\.inference_mode.*build the model outside"):
             zs.shard(model, None)
     assert "_zeroshard" not in model.__dict__
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_grad_scaler_at_stage_0(fused):
-    """Optimizers with fused kernels would leave the scale to them, who do not see it."""
-
-    def rank_run(rank):
-        model = copy.deepcopy(MODEL)
-        model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1, eps=1.0, fused=fused), stage=0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        scaler.scale(model(*DATA[0][0][rank])).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return optimizer.last_step.grad_norm
-
-    plain = copy.deepcopy(MODEL)
-    backward(plain, DATA[0][0])
-    norm = torch.cat([p.grad.view(-1) for p in plain.parameters()]).norm().item()
-    assert run_threads(WORLD, rank_run) == [pytest.approx(norm, rel=1e-5)] * WORLD
 
 
 # -- classes with habits of their own ----------------------------------------------------------------------------

@@ -146,6 +146,7 @@ class Task:
     clip: step -> maximal norm given to zs.clip_grad_norm_ before that step. local_sums: under zs.accumulate.
     optimizer: parameters -> optimizer; or, `by_model`, the model -> optimizer (for parameter groups).
     scheduler: optimizer -> learning-rate scheduler, stepped after every step; built before sharding if `early`.
+    late: the optimizer (and its scheduler) is made after zs.shard, which is given none.
     states: also collect the optimizer's states.
     loss: (model, *batch) -> loss. weight: batch -> its weight in the mean (zs.backward), None: each counts alike.
     """
@@ -158,6 +159,7 @@ class Task:
     clip: dict[int, float] = field(default_factory=dict)
     scheduler: Callable[[torch.optim.Optimizer], object] | None = None
     early: bool = False
+    late: bool = False
     states: bool = False
     loss: Callable[..., Tensor] = lambda model, *batch: model(*batch)
     weight: Callable[[tuple], float] | None = None
@@ -181,9 +183,12 @@ class Outcome:
 def train(rank: int, task: Task, **options: object) -> Outcome:
     """One rank of a sharded run. options: those of zs.shard."""
     model = copy.deepcopy(task.model)
+    if task.late:
+        zs.shard(model, **options)
     optimizer = task.make_optimizer(model)
     scheduler = task.scheduler(optimizer) if task.scheduler and task.early else None
-    model, optimizer = zs.shard(model, optimizer, **options)
+    if not task.late:
+        model, optimizer = zs.shard(model, optimizer, **options)
     if task.scheduler and not task.early:
         scheduler = task.scheduler(optimizer)
     out = Outcome()

@@ -427,16 +427,3 @@ def test_a_hook_that_assigns_the_local_gradient(stage):
     for grads in run_threads(2, run):
         for name, param in plain.named_parameters():
             same(grads[name], param.grad, name, 1e-6)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_torchs_grad_scaler_is_refused_with_the_remedy(stage):
-    def run(rank):
-        model = build()
-        model, optimizer = zs.shard(model, sgd(model.parameters()), stage=stage)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(model(*BATCHES[0][rank]).square().mean()).backward()
-        with pytest.raises(zs.ShardedAccessError, match="GradScaler needs whole gradients.*precision='fp16'"):
-            scaler.unscale_(optimizer)
-
-    run_threads(2, run)

@@ -407,11 +407,8 @@ def _write(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> None:
 @torch.no_grad()
 def _ranges(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> Iterator[Range]:
     """Yield the ranges of the file that this rank writes; rank 0 writes the header."""
-    core, topology = runtime.optimizer.core if runtime.optimizer is not None else None, runtime.topology
-    runtime.gate.wait()
-    for group in runtime.groups:
-        if group.masters.rest is not None and core is not None:
-            core.refresh_masters(group)
+    topology = runtime.topology
+    runtime.gate.refresh(runtime.groups)
     if topology.world.rank == 0:
         yield 0, file.header
     for name, part, source in listing.sources:

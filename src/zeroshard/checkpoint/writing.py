@@ -209,8 +209,9 @@ class Writing:
     def run(self) -> Save:
         """Carry out the save, or (asynchronous) its foreground part, and start the thread that does the rest (collective)."""
         try:
-            if self.runtime.optimizer is not None:
+            if self.runtime.gate.delayed is not None:
                 self.runtime.optimizer.core.drain()
+            self.runtime.gate.refresh(self.runtime.groups)
             if self.plan.asynchronous:
                 self._compare(self._together("making the files", self._open))
                 self.locked = self._together("copying", lambda: self._copy(self.layout.at_once))[0]  # type: ignore[union-attr]

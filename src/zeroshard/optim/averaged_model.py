@@ -78,10 +78,8 @@ class AveragedModel:
     @torch.no_grad()
     def _take(self, decay: float | None) -> None:
         """Compute average = decay average + (1 - decay) parameters; with decay None, average = parameters."""
-        core = self.runtime.optimizer.core
-        self.runtime.gate.wait()
+        self.runtime.gate.refresh([group for group, _ in self._shards])
         for group, average in self._shards:
-            core.refresh_masters(group)
             source, first = _source(group)
             for start, stop in _chunks(average, source):
                 if average.resident:

@@ -215,8 +215,8 @@ def _give_back_buffers(runtime: Runtime) -> None:
     for pool in (*tiers.pools, tiers.slots, tiers.landings, tiers.arrivals):
         if pool is not None:
             pool.give_back()
-    if runtime.optimizer is not None and runtime.optimizer.core.host is not None:
-        runtime.optimizer.core.host.give_back()
+    if runtime.gate.stepper is not None:
+        runtime.gate.stepper.give_back()
     if runtime.gate.saver is not None and (runtime.gate.saver.last is None or runtime.gate.saver.last.done()):
         runtime.gate.saver.pool.give_back()
     give_back_memory(runtime.model)

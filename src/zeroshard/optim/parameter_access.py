@@ -132,9 +132,7 @@ class _Value(ParameterPart):
         home, group, runtime = self.home, self.group, self.group.runtime
         runtime.attendance.refuse(f"the value of {home.name}")
         runtime.tiers.check()
-        runtime.gate.wait()
-        if runtime.optimizer is not None:
-            runtime.optimizer.core.refresh_masters(group)
+        runtime.gate.refresh([group])
         rest, begin = group.masters.slice(self.index)
         return rest.load(begin, begin + home.stop - home.start).clone()
 

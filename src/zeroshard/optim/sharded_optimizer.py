@@ -25,8 +25,11 @@ from ..comm.codec import exchange_values
 from ..config import Placement, Tier
 from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessError, ZeroshardError
 from ..memory.ledger import OPTIMIZER, claimed
+from ..utils.torch_compat import OWN_UNSCALING
+from ..zero.flat_buffer import square_sum
 from ..zero.gradient_account import Clipped
 from ..zero.out_of_memory import telling
+from ..zero.parameter import ParamHome
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
@@ -98,6 +101,9 @@ class OptimizerCore:
         self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
         self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
         self.tally = Tally(runtime.config.hold_schedulers)
+        self.agree: Callable[[], None] | None = (
+            None  # to call before the first step, if zs.shard has not compared ranks' optimizers
+        )
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
 
@@ -125,7 +131,8 @@ class OptimizerCore:
         """
         account = self.runtime.account
         scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # that this rank's reduced gradients carry
-        total = sum(core._square_sum() for core in self.allied) / scale**2
+        counted = [[group.gradients for group in core.stepped_groups if group.counts] for core in self.allied]
+        total = sum(square_sum(buffers, self.comm.streams) for buffers in counted) / scale**2
         watches = [core.runtime.values for core in self.allied]
         mine = struct.pack(
             f"<dd?{len(watches)}Q", total, account.weight, account.unweighted, *(watch.fingerprint() for watch in watches)
@@ -145,16 +152,6 @@ class OptimizerCore:
             )
         mean = weight / self.comm.world_size if weight else 1.0  # reductions compute the unweighted mean over ranks
         return (math.sqrt(total) if total >= 0 else math.nan) / mean, scale * mean
-
-    def _square_sum(self) -> float:
-        """Return the square sum of this rank's part of the gradients, which still carry loss scale and weights."""
-        buffers = [group.gradients for group in self.stepped_groups if group.counts]
-        known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
-        total = sum(value for value in known if isinstance(value, float))
-        total += sum(grads.square_sums() for grads in buffers if grads.square_sum is None and grads.departure is not None)
-        total += self.comm.streams.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
-        on_device = [value for value in known if isinstance(value, Tensor)]
-        return total + (float(torch.stack(on_device).sum()) if on_device else 0.0)
 
     def clip(self, max_norm: float | None) -> float:
         """Undo loss scale and weights, and scale all gradients so that their global norm is at most `max_norm` (collective).
@@ -226,6 +223,9 @@ class OptimizerCore:
 
     def _agree_and_step(self) -> StepRecord:
         runtime, account = self.runtime, self.runtime.account
+        if self.agree is not None:
+            self.agree()
+            self.agree = None
         if not self.stepped_groups and self.world is self.comm:
             self.comm.exchange(b"", "optimizer step without gradients")  # raises where other ranks do have gradients
             runtime.attendance.steps += 1
@@ -295,9 +295,7 @@ class OptimizerCore:
         self.runtime.gate.outdate()
         groups = self.stepped_groups
         stepped = set(map(id, groups))
-        self.runtime.gate.wait()
-        for group in groups:
-            self.refresh_masters(group)
+        self.runtime.gate.refresh(groups)
         published = self._publish_delayed() if self.delayed is not None else []
         self._rearrange(stepped)
         self._copy_options(self.outer, self.inner)
@@ -376,8 +374,8 @@ class OptimizerCore:
         """Write the masters of the delayed update into the parameters; return the groups that it has stepped."""
         assert self.delayed is not None
         groups = list({id(job.run.group): job.run.group for job in self.delayed.take()}.values())
+        self.runtime.gate.refresh(groups)  # keeps the user's writes since the update began
         for group in groups:
-            self.refresh_masters(group)  # keeps the user's writes since the update began
             self._put_values(group, group.masters.stepped.host(0, group.masters.stepped.numel))
         return groups
 
@@ -389,8 +387,6 @@ class OptimizerCore:
             self.comm.fence_write()
             self.runtime.gate.outdate()
             self.publish(self._publish_delayed())
-        for group in self.runtime.groups:
-            self.refresh_masters(group)
 
     def _rearrange(self, stepped: set[int]) -> None:
         """Join the runs that writes to states have split, if their states are of equal kind again.
@@ -412,13 +408,6 @@ class OptimizerCore:
             self.runs[number] = result
         if changed:
             self._show_runs()
-
-    def refresh_masters(self, group: ParamGroup) -> None:
-        """Copy the user's writes to parameters since the last step into the masters."""
-        if group.masters.outdated():
-            if self.host is not None:
-                self.host.drop_ahead()
-            group.masters.follow()
 
     @staticmethod
     def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
@@ -453,11 +442,6 @@ class OptimizerCore:
             self.runtime.tiers.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
             self._state_nbytes = nbytes
 
-    def read_ahead(self) -> None:
-        """Continue to read the next step's states ahead; the runtime calls this during forward and backward."""
-        if self.host is not None and (self.delayed is None or not self.delayed.running):
-            self.host.read_ahead()
-
     def states_changed(self) -> None:
         """Update the inner optimizer and the ledger after runs or states were replaced."""
         self._show_runs()
@@ -475,14 +459,51 @@ class OptimizerCore:
         self.runs = []
 
 
-class DropsGradients(torch.optim.Optimizer):
-    """Last base class of a sharded optimizer: a `zero_grad` of the user's class reaches this one by super()."""
+def homes_of(groups: list[Options]) -> list[ParamHome]:
+    """Return the homes of the parameters of sharded models in an optimizer's groups."""
+    homes = [getattr(param, "_home", None) for group in groups for param in group["params"]]
+    return [home for home in homes if isinstance(home, ParamHome) and home.group.runtime is not None]
 
-    core: OptimizerCore
+
+def runtimes_of(groups: list[Options]) -> list[Runtime]:
+    """Return the runtimes of the sharded models whose parameters are in an optimizer's groups."""
+    return list({id(home.group.runtime): home.group.runtime for home in homes_of(groups)}.values())
+
+
+class OfShardedModel(torch.optim.Optimizer):
+    """Last base class of an optimizer of sharded parameters: a `zero_grad` of the user's class reaches this one by super()."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; with set_to_none=False, set existing ones to zero, and a step then uses the zeros."""
-        self.core.runtime.zero_grad(set_to_none)
+        for runtime in self._runtimes():
+            runtime.zero_grad(set_to_none)
+
+    def _runtimes(self) -> list[Runtime]:
+        return [self.core.runtime] if isinstance(self, ShardedOptimizer) else runtimes_of(self.param_groups)
+
+    def _leaves_scale_to_scaler(self, _: object = None) -> bool:
+        """Return False: torch's GradScaler is to unscale gradients itself, also for classes whose fused kernels would.
+
+        Raise ConfigError for a model whose loss zeroshard scales.
+        """
+        if any(runtime.progress.scaler is not None for runtime in self._runtimes()):
+            raise ConfigError(
+                "torch.amp.GradScaler beside precision='fp16', which scales the loss and skips steps by itself: leave the GradScaler "
+                "out, or give precision='fp32' to zs.shard and keep it, with torch.autocast(..., dtype=torch.float16)."
+            )
+        return False
+
+
+setattr(OfShardedModel, OWN_UNSCALING, property(OfShardedModel._leaves_scale_to_scaler, lambda self, value: None))
+
+
+def derived(cls: type, mixin: type) -> type:
+    """Return the subclass of an optimizer's class with a mixin: one for each class, under the class's name, which loggers show."""
+    bases = (mixin, cls, OfShardedModel)
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    subclasses: list[type] = cls.__subclasses__()
+    made = next((each for each in subclasses if each.__bases__ == bases), None)
+    return made or type(cls.__name__, bases, names)
 
 
 class ShardedOptimizer:
@@ -583,14 +604,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch
     core = OptimizerCore(optimizer, runtime)
     wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps
     optimizer.__dict__.pop("state")
-    optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # fused classes unscale in `step`; this one has GradScaler do it
-    # one subclass for each class, under the class's name, which loggers show
-    cls: type = type(optimizer)
-    bases = (ShardedOptimizer, cls, DropsGradients)
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    subclasses: list[type] = cls.__subclasses__()
-    made = next((each for each in subclasses if each.__bases__ == bases), None)
-    optimizer.__class__ = made or type(cls.__name__, bases, names)
+    optimizer.__class__ = derived(type(optimizer), ShardedOptimizer)
     optimizer.core = core  # type: ignore[attr-defined]
     if given:
         load_state(core, given)

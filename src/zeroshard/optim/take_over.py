@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -101,6 +102,11 @@ class TakeOver:
             self.note += f" with optimizer_states=zs.{form}"
             return dataclasses.replace(config, optimizer_states=form)
         return config
+
+    def tell(self, rank: int) -> None:
+        """Print the note, on rank 0."""
+        if self.note and rank == 0:
+            print(f"zeroshard: {self.note}", file=sys.stderr)
 
     def undo(self) -> None:
         """Give the optimizer its own class and options back."""

@@ -45,15 +45,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSp
     """
     if optimizer is not None:
         _check_elementwise(optimizer)
-        for name, value in vars(optimizer).items():
-            within = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-            other = next((held for held in within if isinstance(held, torch.optim.Optimizer)), optimizer)
-            if other is not optimizer:
-                raise ConfigError(
-                    f"optimizer: {type(optimizer).__name__}.{name} holds another optimizer ({type(other).__name__}), which would "
-                    "step whole parameters, of which each rank has slices. Give the inner optimizer to zs.shard(), and wrap the one "
-                    "that it returns; replace several inner optimizers by one with a parameter group for each."
-                )
+        for name, other in held_optimizers(optimizer):
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__}.{name} holds another optimizer ({type(other).__name__}), which would "
+                "step whole parameters, of which each rank has slices. Give the inner optimizer to zs.shard(), and wrap the one "
+                "that it returns; replace several inner optimizers by one with a parameter group for each."
+            )
         check_whole(optimizer, specs, delayed)
         known = {id(spec.original) for spec in specs}
         for number, group in enumerate(optimizer.param_groups):
@@ -76,6 +73,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSp
             f"{', '.join(spec.name for spec in stepped[:3])}{more}: a hook steps an optimizer of its own ({', '.join(classes)}) in backward, "
             f"with the gradient of this rank's batch alone, so ranks would get different parameters. {ONE_OPTIMIZER}"
         )
+
+
+def held_optimizers(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.optim.Optimizer]]:
+    """Return the other optimizers that are attributes of this one, or in lists, tuples or dictionaries that are, with the attribute."""
+    found: list[tuple[str, torch.optim.Optimizer]] = []
+    for name, value in vars(optimizer).items():
+        within = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        found += [(name, held) for held in within if isinstance(held, torch.optim.Optimizer) and held is not optimizer]
+    return found
 
 
 def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:

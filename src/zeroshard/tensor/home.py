@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -67,6 +67,10 @@ class Home:
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         """Store `local` (n,) as elements [offset, offset + n) of the gradient's slice, after a write to a view or copy of it."""
         raise AssertionError("there is no gradient")
+
+    def unscale(self, homes: Sequence[Home], factor: float) -> bool:
+        """Multiply the gradients of these homes by `factor`; return whether one was not finite on some rank (collective)."""
+        raise ShardedWriteError(f"{self.name}: torch.amp.GradScaler unscales the gradients of parameters, not parts of them.")
 
     def before_meeting(self, what: str) -> None:
         """Raise ZeroshardError if ranks that the collective `what` needs can not take part."""

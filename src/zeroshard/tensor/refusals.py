@@ -32,11 +32,6 @@ def remedy_of(operation: str, of_gradient: bool, target: Tensor | None, grows: b
             "and follows each step."
         )
         return remedy if of_gradient else remedy + average
-    if operation == "aten::_amp_foreach_non_finite_check_and_unscale_":
-        return (
-            "torch.amp.GradScaler needs whole gradients: leave it out, and give precision='fp16' to zs.shard(), which scales "
-            "the loss and skips steps with overflows itself (optimizer.last_step)."
-        )
     if operation in _NORMS and not of_gradient:
         return "For its norm take that of `p.full_tensor()`, on all ranks, or ask for it under torch.no_grad()."
     if of_gradient:

@@ -435,6 +435,19 @@ def _norm(func: OpOverload, args: tuple, kwargs: dict) -> object:
     return result
 
 
+def _unscale(func: OpOverload, args: tuple, kwargs: dict) -> None:
+    """Unscale gradients for torch.amp.GradScaler, where they rest; what is not finite on one rank counts on all (collective)."""
+    gradients, found_inf, inverse = args
+    sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedTensor)]
+    if not all(gradient._of_gradient for gradient in sharded):
+        raise _refusal(func, args, kwargs)
+    whole = [gradient for gradient in gradients if not isinstance(gradient, ShardedTensor)]
+    if whole:
+        func(whole, found_inf, inverse)
+    if sharded[0]._home.unscale([gradient._home for gradient in sharded], float(inverse)):
+        found_inf.fill_(1.0)
+
+
 _FOREACH_REDUCTIONS = ("_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum")  # combine elements of one tensor
 _STRETCH_NUMEL = 1 << 24  # elements of slices per call of a foreach operation: bounds the copies of offloaded slices
 
@@ -498,6 +511,7 @@ _HANDLERS: dict[OpOverload, Callable] = {
     aten.select.int: _rows,
     aten.slice.Tensor: _rows,
     aten.masked_fill_.Scalar: _masked_fill_,
+    torch_compat.unscale: _unscale,
     aten.zero_.default: _elementwise,
     aten.fill_.Scalar: _elementwise,
     aten.fill_.Tensor: _elementwise,

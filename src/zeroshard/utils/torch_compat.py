@@ -51,6 +51,9 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+# GradScaler's operator: (gradients, found_inf, 1 / scale) multiplies gradients, and sets found_inf if one is not finite
+unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
 _LATER = {  # names imported on first use, since their modules take a second: name here -> (module, name there)
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -223,6 +226,7 @@ own_modules = attrgetter("_modules")  # likewise
 compiled_call = attrgetter("_compiled_call_impl")  # module -> function that `module.compile()` calls for its forward, or None
 forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")  # module -> two dicts
 state_dict_hooks = attrgetter("_state_dict_hooks", "_load_state_dict_pre_hooks", "_state_dict_pre_hooks")  # module -> three
+OWN_UNSCALING = "_step_supports_amp_scaling"  # attribute of an optimizer whose step divides gradients by GradScaler's scale
 STEP_METHODS = ("step", "_init_group")  # methods of an optimizer that determine its step
 NormBase = nn.modules.batchnorm._NormBase  # batch and instance norms
 # decorator, as torch.compiler.disable, which imports torch._dynamo (1.5 s) where it decorates; this one does at the first call

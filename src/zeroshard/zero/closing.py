@@ -54,8 +54,10 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
                 restore_parameter(group, index, value)
     if restore:
         hooks.detach(runtime)
-    if runtime.optimizer is not None:
-        runtime.optimizer.core.close()
+        for optimizer in list(runtime.awaiting):
+            optimizer.give_back()
+    if runtime.sharded_optimizer is not None:
+        runtime.sharded_optimizer.core.close()
     for group in runtime.groups:
         if group.grads is not None:
             group.grads.close()
@@ -75,9 +77,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
 @torch.no_grad()
 def whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
     """Return copies of all whole parameters of a group, from masters if there are any (collective)."""
-    if runtime.optimizer is not None:
-        runtime.gate.wait()
-        runtime.optimizer.core.refresh_masters(group)
+    runtime.gate.refresh([group])
     flat = torch.empty(0)
     if group.masters.rest is not None and not group.masters.whole:
         source = group.comm.allocate(group.layout.shard_numel, group.masters.rest.dtype, whole=False)

@@ -14,14 +14,17 @@ buffer is also the send buffer, and this rank's slice of it is the reduced shard
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..comm.base import Collective, Comm, Region
 from ..comm.pool import StagingPool
+from ..comm.streams import Streams
 from ..config import Config, Placement, Tier
 from ..memory.estimate import rests_away
 from ..memory.ledger import GATHERED, GRADIENTS, PARAMETERS, PARTIAL, Ledger, claimed
@@ -505,7 +508,8 @@ class GradientBuffer:
 
         stepping: the optimizer's step follows, and itself multiplies gradients held in less than fp32 (`in_step`).
         """
-        self.square_sum = None
+        exact = self.square_sum is not None and math.frexp(factor)[0] == 0.5  # a power of two scales squares without rounding
+        self.square_sum = self.square_sum * factor**2 if exact else None  # type: ignore[operator]
         self.factor *= factor
         if self.departure is None and not (stepping and self.dtype.itemsize < 4):
             self.apply_factor()
@@ -564,3 +568,15 @@ class GradientBuffer:
             self._work.drain()
         self.land()
         self.drop()
+
+
+def square_sum(buffers: Sequence[GradientBuffer], streams: Streams) -> float:
+    """Return the sum of squares of reduced shards, which still carry loss scale and weights. Each offloaded one is read once."""
+    for grads in buffers:
+        if grads.square_sum is None and grads.departure is not None:
+            grads.square_sum = grads.square_sums()
+    known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
+    total = sum(value for value in known if isinstance(value, float))
+    total += streams.square_sums([grads.load() for grads in buffers if grads.square_sum is None])
+    on_device = [value for value in known if isinstance(value, Tensor)]
+    return total + (float(torch.stack(on_device).sum()) if on_device else 0.0)

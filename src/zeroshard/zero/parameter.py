@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from ..tensor.distributed import Distribution, is_distributed
 from ..tensor.home import Home
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
+from .flat_buffer import square_sum
 from .user_hooks import ONE_OPTIMIZER, UserHook, other_optimizers
 
 if TYPE_CHECKING:
@@ -128,6 +129,28 @@ class ParamHome(Home):
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.refuse_gradient_write()
         self.group.gradients.store(self.begin + offset, local)
+
+    def unscale(self, homes: Sequence[Home], factor: float) -> bool:
+        runtime = self.group.runtime
+        of_group: dict[ParamGroup, list[ParamHome]] = {}
+        runtime.attendance.refuse("torch.amp.GradScaler.unscale_()")
+        for home in homes:
+            if not isinstance(home, ParamHome):
+                return home.unscale(homes, factor)  # raises
+            of_group.setdefault(home.group, []).append(home)
+        squares = square_sum([group.gradients for group in of_group], self.comm.streams)
+        found = not (
+            math.isfinite(squares) or all(torch.isfinite(home.fetch(True)).all() for home in homes)
+        )  # squares may overflow
+        for group, own in of_group.items():
+            if len(own) == sum(group.active):
+                group.gradients.scale(factor)  # of an offloaded gradient: when it is read next
+                continue
+            for home in own:
+                group.gradients.store(home.begin, home.fetch(True).mul_(factor))
+        runtime.account.clipped = None
+        told = runtime.topology.world.exchange(bytes([found]), "torch.amp.GradScaler: are all gradients finite")
+        return any(part[0] for part in told)
 
     def before_meeting(self, what: str) -> None:
         if self.group.runtime is not None:

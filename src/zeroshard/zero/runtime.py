@@ -58,12 +58,13 @@ class Runtime:
         for group in self.groups:
             group.runtime = self
         self.moved = MovedStates(tiers)
-        self.optimizer: Any = None
+        self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
+        self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # made since zs.shard and not used yet (optim/late_optimizer.py)
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
-        self.reductions = Reductions(units, config, comm, self._read_ahead, self.attendance, self.frozen)
+        self.reductions = Reductions(units, config, comm, self.gate.read_ahead, self.attendance, self.frozen)
         self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
         self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
         self.sync = True  # False inside zs.accumulate
@@ -86,6 +87,15 @@ class Runtime:
             f"a sharded {type(self.model).__name__} can not be copied or pickled. Copy it before zs.shard(), or take "
             "zs.full_state_dict(model); for a moving average zs.ema(model, decay)."
         )
+
+    @property
+    def optimizer(self) -> Any:
+        """The model's sharded optimizer, or None. One that the program has made since zs.shard is taken over now."""
+        if self.sharded_optimizer is None and self.awaiting:
+            waiting = [each for each in self.awaiting if not each.wraps_another]
+            if len(waiting) == 1:  # of several, the first that steps is taken
+                waiting[0].take_over()
+        return self.sharded_optimizer
 
     def check_model(self) -> None:
         """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
@@ -280,7 +290,7 @@ class Runtime:
         self.attendance.gather(unit)
         unit.ready()
         unit.entries.swap_in()
-        self._read_ahead()  # the optimizer's transfers for its next step on the host go on meanwhile
+        self.gate.read_ahead()  # the optimizer's transfers for its next step on the host go on meanwhile
         self.prefetcher.ahead(training)  # gathers and fetches run while this unit computes
 
     def _take_part(self, visit: Visit | None) -> None:
@@ -482,10 +492,6 @@ class Runtime:
         if self.attendance.share != 1.0:
             self.account.share = self.attendance.share
             self._scale_gradients(1.0 / self.account.share)
-
-    def _read_ahead(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.core.read_ahead()
 
     # -- gradients held back -----------------------------------------------------------------------------------
 

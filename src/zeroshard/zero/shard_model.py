@@ -7,7 +7,7 @@ the sharded parameter, and its old tensor becomes the compute parameter over the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -64,20 +64,21 @@ _COLUMNS: dict[str, Callable[[dict], tuple[str, ...]]] = {
 
 
 def state_plans(config: Config, optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> dict[int, StatePlan]:
-    """Return id of each parameter -> its plan of states; for an unknown class, two of a first step's states without names.
+    """Return id of each parameter -> its plan of states; for an unknown class, two of a first step's states.
 
-    Raise ConfigError if `optimizer_states` names a state that a known class does not keep.
+    Without an optimizer only `optimizer_states` plans any: those of an optimizer that is made later, of a class not yet known. Raise
+    ConfigError if `optimizer_states` names a state that a known class does not keep.
     """
-    if optimizer is None:
-        return {}
     known = next((_COLUMNS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _COLUMNS), None)
     declared, given = tuple(declared_columns(optimizer).values()), config.optimizer_states
     by_name = tuple(given.items()) if isinstance(given, Mapping) else ()
     others = given if isinstance(given, StateFormat) else None
     spec_of = {id(spec.original): spec for spec in specs}
     plans: dict[int, StatePlan] = {}
-    for group in optimizer.param_groups:
-        names = known(group) if known is not None else tuple(column.name for column in declared) or ("", "")
+    later = [{"params": [spec.original for spec in specs if spec.requires_grad]}] if given is not None else []
+    for group in later if optimizer is None else optimizer.param_groups:
+        unknown = tuple(column.name for column in declared) or (*dict(by_name), "", "")[: max(2, len(by_name))]
+        names = known(group) if known is not None else unknown
         for name, _ in by_name:
             if known is not None and name not in names:
                 raise ConfigError(
@@ -128,7 +129,11 @@ def open_tiers(
     except (ConfigError, OSError) as error:
         problem = error
     if any(offload.tier is Tier.DISK for offload in offloads):
-        _agree_on(problem, tiers, "zs.shard: offload folders")
+        try:
+            _agree_on(problem, tiers, "zs.shard: offload folders")
+        except BaseException:
+            tiers.close()
+            raise
     return tiers
 
 
@@ -137,8 +142,35 @@ def _agree_on(problem: Exception | None, tiers: Tiers, label: str) -> None:
     everyone = exchange_values(tiers.comm, problem, label)
     found = next((error for error in everyone if error is not None), None)
     if found is not None:
-        tiers.close()
         raise found
+
+
+def check_room(
+    config: Config, tiers: Tiers, find: Callable[[], dict[Place, int]], what: str,
+    changes: Callable[[set[Tier]], Iterable[tuple[dict[str, object], dict[str, int]]]] = lambda on_host: (),
+) -> None:  # fmt: skip
+    """Raise, on every rank, HostMemoryError or SwapError if the ranks of some host have too little memory or disk (collective).
+
+    find: returns the bytes that this rank will hold beside what it holds now. changes: returns, for the tiers that are in the
+    host's memory, options under which it would hold less, as `estimate.shortage` takes them.
+    """
+    comm, offloads = tiers.comm, (config.offload_param, config.offload_gradient, config.offload_optimizer)
+    if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
+        return
+    on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
+    mine = Need.of(find(), on_host, tiers.released_nbytes, limits())
+    everyone = [Need.told(*other) for other in exchange_values(comm, astuple(mine), f"{what}: memory")]
+    text = shortage(everyone, changes(on_host))
+    if text is not None:
+        raise HostMemoryError(text)
+    if not mine.disk:
+        return
+    problem: Exception | None = None
+    try:
+        tiers.check_space(everyone[comm.rank].disk, [other.disk for other in everyone if other.host == mine.host])
+    except (ConfigError, OSError) as error:
+        problem = error
+    _agree_on(problem, tiers, f"{what}: space on disks")
 
 
 class Builder:
@@ -234,7 +266,11 @@ class Builder:
         """Build all units, with the parameters' present values in their buffers (collective)."""
         laid_out, tiers, ledger = self._lay_out(plans), self.tiers, self.tiers.ledger
         pairs = [pair for unit in laid_out for pair in unit]
-        self._check_room(plans, pairs)
+        try:
+            check_room(self.config, tiers, lambda: self._needs(pairs), "zs.shard", lambda on_host: self._farther(plans, on_host))
+        except BaseException:
+            tiers.close()
+            raise
         sizes = Buffers.of(self.config, tiers.separate, [self._group_need(*pair) for pair in pairs])
         for topology, members in self._by_topology(pairs):
             own = Buffers.of(self.config, tiers.separate, [self._group_need(*pair) for pair in members])
@@ -292,29 +328,6 @@ class Builder:
             other = Builder(config, self.topology, self.tiers, self.group_of, 0)
             found = other._needs([pair for unit in other._lay_out(plans) for pair in unit])
             yield options, Need.of(found, on_host, 0, []).parts
-
-    def _check_room(self, plans: list[UnitPlan], pairs: list[Pair]) -> None:
-        """Raise on every rank if host memory or a disk is too small for the ranks of some host (collective)."""
-        config, comm, tiers = self.config, self.comm, self.tiers
-        offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
-        if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
-            return
-        found = self._needs(pairs)
-        on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
-        mine = Need.of(found, on_host, tiers.released_nbytes, limits())
-        everyone = [Need.told(*other) for other in exchange_values(comm, astuple(mine), "zs.shard: memory")]
-        text = shortage(everyone, self._farther(plans, on_host))
-        if text is not None:
-            tiers.close()
-            raise HostMemoryError(text)
-        if not mine.disk:
-            return
-        problem: Exception | None = None
-        try:
-            tiers.check_space(everyone[comm.rank].disk, [other.disk for other in everyone if other.host == mine.host])
-        except (ConfigError, OSError) as error:
-            problem = error
-        _agree_on(problem, tiers, "zs.shard: space on disks")
 
     def _needs(self, pairs: list[Pair]) -> dict[Place, int]:
         """Return the bytes that this rank will hold, without gathered units."""
@@ -471,6 +484,10 @@ def build_units(
     except FAILURES as error:
         tell_shortage(error, model, config, tiers.ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans})
         raise
+    for placed in (group for unit in units for group in unit.groups):
+        for spec, param in zip(placed.specs, placed.params, strict=True):
+            spec.original = param
+    tiers.released_nbytes = 0
     if optimizer is not None:
         replaced = builder.replaced
         for group in optimizer.param_groups:

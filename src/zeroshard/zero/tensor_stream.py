@@ -213,10 +213,8 @@ class _Stream:
     @torch.no_grad()
     def _gather(self, batch: list[_Item]) -> dict[str, Tensor]:
         self.runtime.comm.fence_read()  # peers have finished writing their shards
-        if self.masters and self.runtime.optimizer is not None:
-            self.runtime.gate.wait()
-            for group in {id(group): group for item in batch for group, _, _ in item.sources}.values():
-                self.runtime.optimizer.core.refresh_masters(group)
+        if self.masters:
+            self.runtime.gate.refresh({id(group): group for item in batch for group, _, _ in item.sources}.values())
         found: dict[str, Tensor] = {}
         for stretch in _stretches(batch):
             for item, value in zip(stretch, self._values(stretch), strict=True):

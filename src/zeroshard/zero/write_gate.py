@@ -10,9 +10,10 @@ stepper    the host's step drops the states that it has read ahead
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .unit import Unit
+from .unit import ParamGroup, Unit
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -53,3 +54,17 @@ class WriteGate:
         self.wait(*units)
         if self.stepper is not None:
             self.stepper.drop_ahead()
+
+    def refresh(self, groups: Iterable[ParamGroup]) -> None:
+        """Wait as `wait` does, then copy what the program has written to parameters since the last step into their masters."""
+        self.wait()
+        for group in groups:
+            if group.masters.outdated():
+                if self.stepper is not None:
+                    self.stepper.drop_ahead()
+                group.masters.follow()
+
+    def read_ahead(self) -> None:
+        """Continue to read the next step's states ahead; the runtime calls this during forward and backward."""
+        if self.stepper is not None and not (self.delayed is not None and self.delayed.running):
+            self.stepper.read_ahead()

@@ -1,0 +1,184 @@
+"""Optimizers that a program makes after zs.shard(model), as with FSDP: they become the model's sharded optimizer at their first use.
+
+    zs.shard(model, stage=3)
+    optimizer = torch.optim.AdamW(model.parameters())     the object's class becomes a subclass with LateOptimizer ...
+    model(batch).backward()
+    optimizer.step()                                      ... and here that of a sharded optimizer (sharded_optimizer.py)
+
+torch has no hook for an optimizer that is made. So `watch` patches `Optimizer.add_param_group`, which gives each its parameters,
+once per process. There the constructor is not over, so nothing is taken over yet, and until its first use the object is an ordinary
+one: schedulers, groups and states may come. zs.shard can not know of an optimizer from before it that it is not given: where that
+would step with slices of gradients, its step raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..config import Tier
+from ..errors import ConfigError, ModelClosed
+from ..memory.estimate import Place
+from ..memory.ledger import OPTIMIZER
+from ..tensor.state_column import StatePlan
+from ..zero.parameter import ParamSpec
+from ..zero.rank_consistency import check_same_model
+from ..zero.runtime import Runtime
+from ..zero.shard_model import check_room, state_plans
+from .sharded_optimizer import OptimizerCore, ShardedOptimizer, derived, homes_of, runtimes_of, shard_optimizer
+from .take_over import TakeOver
+from .validation import check_optimizer, held_optimizers
+
+if TYPE_CHECKING:
+    _Optimizer = torch.optim.Optimizer
+else:
+    _Optimizer = object  # the class of the user's object is the second base of the derived classes
+
+_GIVE = "zs.shard(model, optimizer, ...)"
+
+
+class LateOptimizer(_Optimizer):
+    """Mixin for the class of an optimizer of sharded parameters, until its first use."""
+
+    last_step = None
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the optimizer over, and take the first step. A program that has kept this bound method may call it later, too."""
+        if isinstance(self, LateOptimizer):
+            self.take_over()
+        return type(self).step(self, *args, **kwargs)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would run its hooks here and in the sharded step
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the optimizer over, and load this rank's slices."""
+        self.take_over()
+        self.load_state_dict(state_dict)
+
+    @property
+    def wraps_another(self) -> bool:
+        """True if the object holds another optimizer, which is then the one that steps."""
+        return bool(held_optimizers(self))
+
+    def give_back(self) -> None:
+        """Give the object the class back that the program has called."""
+        self.__class__ = type(self).__bases__[1]
+
+    def take_over(self) -> None:
+        """Make the object the sharded optimizer of its parameters' model (not collective: ranks compare theirs in the first step).
+
+        Raise ConfigError, with nothing changed, for what zs.shard(model, optimizer) refuses, for parameters of several models, for a
+        second optimizer of a model, and for states whose form must be known when parameters are laid out.
+        """
+        late, name, runtimes = type(self), type(self).__name__, runtimes_of(self.param_groups)
+        runtime = runtimes[0]
+        if runtime.closed:
+            raise ModelClosed(f"the model of this {name} was closed with zs.close().")
+        if len(runtimes) > 1:
+            first = {id(home.group.runtime): home.name for home in reversed(homes_of(self.param_groups))}
+            models = ", ".join(f"{first[id(each)]} of {type(each.model).__name__}" for each in runtimes)
+            raise ConfigError(
+                f"optimizer: this {name} has parameters of {len(runtimes)} sharded models ({models}): make one for each."
+            )
+        if runtime.sharded_optimizer is not None:
+            other = type(runtime.sharded_optimizer).__name__
+            raise ConfigError(
+                f"optimizer: this {name} has parameters of a model that is stepped by another, {other}, and a sharded model has one. Make "
+                "one with a parameter group for each set of options (for matrices of Muon beside others: zs.Muon). To replace one: "
+                f"zs.close(model), and {_GIVE}."
+            )
+        if len(runtime.topology.stages) > 1:
+            raise ConfigError(f"optimizer: stages of a pipeline step together. Make this {name} before, and write {_GIVE}.")
+        specs, taken = _specs(runtime), TakeOver(self)
+        self.give_back()
+        try:
+            config = taken.begin(runtime.model, runtime.config)
+            if config is not runtime.config:
+                raise ConfigError(
+                    f"optimizer: this {name} keeps states as {config.optimizer_states}, and zs.shard(model) has laid parameters out without. "
+                    f"Write {_GIVE}, or give optimizer_states= to zs.shard(model)."
+                )
+            check_optimizer(self, specs, config.delayed_update is not None)
+            plans = state_plans(config, self, specs)
+            if not _fit(runtime, plans):
+                raise ConfigError(
+                    f"optimizer: {name}.state_columns keep states in blocks, and zs.shard(model) has laid parameters out without: write {_GIVE}."
+                )
+        except BaseException:
+            taken.undo()
+            self.__class__ = late
+            raise
+        for group in runtime.groups:
+            group.plan = next((plans[id(param)] for param in group.params if id(param) in plans), group.plan)
+        runtime.awaiting.discard(self)
+        runtime.sharded_optimizer = shard_optimizer(self, runtime)
+        core: OptimizerCore = runtime.sharded_optimizer.core
+        core.agree = functools.partial(_agree, core)
+        taken.tell(runtime.comm.rank)
+
+
+@functools.cache
+def watch() -> None:
+    """From now on notice optimizers of sharded parameters. It acts on the whole process, and once."""
+    plain = torch.optim.Optimizer.add_param_group
+
+    @functools.wraps(plain)
+    def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        plain(self, param_group)
+        runtimes = runtimes_of(self.param_groups[-1:])
+        for runtime in runtimes:
+            runtime.awaiting.add(self)
+        if runtimes and not isinstance(self, LateOptimizer):
+            self.__class__ = derived(type(self), LateOptimizer)
+
+    torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(_refuse_earlier)
+
+
+def _refuse_earlier(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Raise ConfigError for an optimizer from before zs.shard(model), unless the model's gradients are whole."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return
+    first = next((param for group in optimizer.param_groups for param in group["params"] if param.requires_grad), None)
+    for home in homes_of([{"params": [first]}]):
+        if home.group.grads is not None and not home.group.grads.replicated:
+            raise ConfigError(
+                f"optimizer: this {type(optimizer).__name__} was made before zs.shard(model), and not given to it, so it would step "
+                f"{home.name} apart from the model's other states. Write {_GIVE}, or make the optimizer after zs.shard(model)."
+            )
+
+
+def _specs(runtime: Runtime) -> list[ParamSpec]:
+    return [spec for group in runtime.groups for spec in group.specs]
+
+
+def _fit(runtime: Runtime, plans: dict[int, StatePlan]) -> bool:
+    """Return whether parameters are laid out for the forms of their states: one form in a buffer, and whole blocks."""
+    for group in runtime.groups:
+        own = [plans[id(param)] for param in group.params if group.trainable and id(param) in plans]
+        blocks = math.lcm(*(column.elements for plan in own for column in plan.columns))
+        if len({plan.make for plan in own}) > 1 or group.layout.alignment % blocks:
+            return False
+    return True
+
+
+def _agree(core: OptimizerCore) -> None:
+    """Raise, on every rank, ModelMismatch if ranks have made different optimizers; HostMemoryError or SwapError if states have no
+    room (collective; before the first step)."""
+    runtime = core.runtime
+    check_same_model(runtime.comm, runtime.model, _specs(runtime), runtime.config, core.outer)
+
+    def find() -> dict[Place, int]:
+        found: dict[Place, int] = defaultdict(int)
+        for group in runtime.groups if not any(run.states.load() for run in core.all_runs) else ():
+            numel = group.layout.numel if group.masters.whole else group.layout.shard_numel
+            place = OPTIMIZER, group.offload.tier, group.offload.path if group.offload.tier is Tier.DISK else None
+            found[place] += sum(column.nbytes(numel, group.masters.stepped.dtype) for column in group.plan.columns)
+        return found
+
+    check_room(runtime.config, runtime.tiers, find, "optimizer's first step")

@@ -1,0 +1,466 @@
+"""An optimizer that is made after zs.shard(model), as with FSDP, is the model's sharded optimizer from its first use on.
+
+`train` of helpers with `late`: model sharded, optimizer and scheduler made, steps. Everything equals one process bit for bit, and so
+what an optimizer given to zs.shard does; zs.report, zs.save and zs.load know of it.
+"""
+
+import copy
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import OddGPT, Task, adamw, assert_equal_runs, differences, reference, seeded, token_batches, train
+from offloading import tiers
+from optimizers import ALL_STAGES, DATA, MODEL, OPTIMIZERS, WORLD, backward
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.comm.launch import run_processes
+from zeroshard.memory.host_memory import Limit
+from zeroshard.tensor.state_codecs import coded_column
+from zeroshard.testing import run_threads
+from zeroshard.zero import shard_model
+from zeroshard.zero.runtime import runtime_of
+
+
+def by_kind(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, in another order than the model's, of which vectors have no weight decay."""
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    return torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}], lr=1e-2)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    hidden = [p for block in model.blocks for p in block.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if all(p is not other for other in hidden)]
+    return zs.Muon([{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}], lr=1e-2)
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+GPT = seeded(OddGPT)
+TASK = Task(GPT, token_batches(3, 2, 3), by_kind, True, clip={1: 0.05}, scheduler=decaying, early=True, states=True, late=True)
+
+
+# -- equality --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_stage_equals_one_process(world_size):
+    for stage in (0, 1, 2, 3):
+        for precision in ("fp32", "bf16"):
+            outcomes = run_threads(world_size, functools.partial(train, task=TASK, stage=stage, precision=precision))
+            plain = reference(TASK, world_size, precision, outcomes[0].coefficients)
+            for got in outcomes:
+                assert_equal_runs(got, plain, f"stage {stage}, {precision}")
+
+
+TIERS = [
+    {"optimizer": "cpu"}, {"optimizer": "nvme", "gradient": "nvme"}, {"parameter": "cpu", "optimizer": "cpu", "gradient": "cpu"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("places", TIERS, ids=str)
+def test_every_tier_equals_an_optimizer_given_to_zs_shard(places, tmp_path):
+    options = {"stage": 3, "precision": "bf16", **tiers(str(tmp_path), **places)}
+    late, early = (
+        run_threads(WORLD, functools.partial(train, task=replace(TASK, late=each), **options)) for each in (True, False)
+    )
+    for got, expected in zip(late, early, strict=True):
+        assert_equal_runs(got, expected, str(places))
+
+
+OTHERS = [
+    {"master_weights": "split", "precision": "bf16"}, {"optimizer_states": zs.StateFormat("int8", min_numel=10, block=32)},
+    {"optimizer_states": {"exp_avg": zs.StateFormat("int4", min_numel=10, block=64), "exp_avg_sq": "bf16"}},
+    {"precision": "fp16", "initial_loss_scale": 128.0}, {"precision": "bf16", "offload_optimizer": "cpu", "delayed_update": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_forms_of_states_and_masters(options):
+    late, early = (
+        run_threads(WORLD, functools.partial(train, task=replace(TASK, late=each), stage=2, **options)) for each in (True, False)
+    )
+    for got, expected in zip(late, early, strict=True):
+        assert_equal_runs(got, expected, str(options))
+
+
+@pytest.mark.parametrize("name", ["momentum", "adagrad", "adamw foreach", "adamw tensor lr", "lion", "fused", "muon"])
+def test_classes_of_optimizers(name):
+    make = {"muon": muon, "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True)}.get(name)
+    task = replace(TASK, optimizer=make or (lambda model: OPTIMIZERS[name](model.parameters())), scheduler=None)
+    late, early = (run_threads(WORLD, functools.partial(train, task=replace(task, late=each), stage=3)) for each in (True, False))
+    for got, expected in zip(late, early, strict=True):
+        assert_equal_runs(got, expected, name)
+
+
+def _over_torch_distributed(rank, ranks):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return [train(rank, TASK, stage=stage, comm="dist") for stage in (1, 3)]
+
+
+@pytest.mark.processes
+def test_over_torch_distributed():
+    for outcomes in run_processes(_over_torch_distributed, WORLD):
+        for got in outcomes:
+            assert_equal_runs(got, reference(TASK, WORLD, coefficients=got.coefficients))
+
+
+@ALL_STAGES
+def test_one_kernel_steps_a_run(stage):
+    """As many runs as where the optimizer was given to zs.shard."""
+
+    def rank_run(rank, late):
+        model = copy.deepcopy(GPT)
+        optimizer = None if late else by_kind(model)
+        zs.shard(model, optimizer, stage=stage)
+        optimizer = optimizer or by_kind(model)
+        assert type(optimizer).__name__ == "AdamW" and isinstance(optimizer, torch.optim.AdamW)
+        model(*TASK.data[0][0][rank]).backward()
+        optimizer.step()
+        return [len(runs) for runs in optimizer.core.runs]
+
+    assert run_threads(WORLD, rank_run, True) == run_threads(WORLD, rank_run, False)
+
+
+# -- what else uses the optimizer ------------------------------------------------------------------------------------
+
+
+def sharded(stage=3, make=adamw, **options):
+    model = copy.deepcopy(MODEL)
+    zs.shard(model, stage=stage, **options)
+    return model, make(model.parameters())
+
+
+def trained(model, optimizer, rank, steps=range(2)):
+    for number in steps:
+        optimizer.zero_grad()
+        backward(model, [DATA[number][0][rank]])
+        optimizer.step()
+    return zs.full_state_dict(model)
+
+
+@ALL_STAGES
+def test_before_the_first_step(stage):
+    """A report, an average, clipping with both functions, zero_grad inside zs.accumulate: each finds the optimizer."""
+
+    def rank_run(rank):
+        model, optimizer = sharded(stage)
+        assert optimizer.last_step is None and optimizer.state_dict()["state"] == {}
+        with zs.accumulate(model):
+            backward(model, [DATA[1][0][rank]])
+            optimizer.zero_grad()
+        average = zs.ema(model, 0.5)
+        backward(model, [DATA[0][0][rank]])
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(zs.clip_grad_norm_(model, 0.01), torch.tensor(0.1), check_dtype=False)
+        assert norm > 0.1 and zs.full_optimizer_state_dict(model) in ({}, {**optimizer.state_dict(), "state": {}})
+        optimizer.zero_grad(set_to_none=False)
+        assert all(not p.grad.abs().sum() for p in model.parameters())
+        optimizer.step()
+        held = zs.report(model).at_rest["optimizer states"]
+        assert average.updates == 1 and held >= 8 * sum(p.numel() for p in model.parameters()) // WORLD
+
+    run_threads(WORLD, rank_run)
+
+
+@pytest.mark.parametrize(("stage", "other", "ranks"), [(1, 3, 4), (3, 2, 1)])
+def test_a_checkpoint_before_the_first_step_of_another_world_size(stage, other, ranks, tmp_path):
+    def save(rank):
+        model, optimizer = sharded(stage)
+        trained(model, optimizer, 0)
+        zs.save(tmp_path, model, optimizer)
+        return trained(model, optimizer, 0, [2, 3])
+
+    def load(rank):
+        model, optimizer = sharded(other)
+        zs.load(tmp_path, model, optimizer)
+        return trained(model, optimizer, 0, [2, 3])
+
+    expected = run_threads(2, save)[0]
+    for got in run_threads(ranks, load):  # a power of two: the mean of equal gradients is exact
+        assert not differences(got, expected)
+
+
+@ALL_STAGES
+def test_a_state_dict_of_one_process_before_the_first_step(stage):
+    plain = copy.deepcopy(MODEL)
+    optimizer = adamw(plain.parameters())
+    for number in range(4):
+        if number == 2:
+            weights, told = copy.deepcopy(plain.state_dict()), copy.deepcopy(optimizer.state_dict())
+        optimizer.zero_grad()
+        backward(plain, DATA[number][0])
+        optimizer.step()
+
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        model.load_state_dict(weights)
+        zs.shard(model, stage=stage)
+        late = adamw(model.parameters())
+        late.load_state_dict(told)
+        return trained(model, late, rank, [2, 3])
+
+    for got in run_threads(WORLD, rank_run):
+        assert not differences(got, plain.state_dict())
+
+
+@ALL_STAGES
+def test_a_closure_and_hooks_of_torch(stage):
+    def rank_run(rank):
+        model, optimizer = sharded(stage)
+        seen = []
+        optimizer.register_step_pre_hook(lambda *args: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *args: seen.append("after"))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(*DATA[0][0][rank])
+            loss.backward()
+            return loss
+
+        first = optimizer.step
+        losses = [first(closure).item(), first(closure).item()]  # a bound method that the program has kept
+        assert seen == ["before", "after"] * 2 and losses[1] < losses[0]
+
+    run_threads(WORLD, rank_run)
+
+
+def test_a_rank_without_any_batch():
+    def rank_run(rank):
+        model, optimizer = sharded(2)
+        with zs.join(model):
+            if rank == 0:
+                trained_alone(model, optimizer)
+        return zs.full_state_dict(model)
+
+    def trained_alone(model, optimizer):
+        optimizer.zero_grad()
+        backward(model, [DATA[0][0][0]])
+        optimizer.step()
+
+    plain = copy.deepcopy(MODEL)
+    trained_alone(plain, adamw(plain.parameters()))
+    for got in run_threads(WORLD, rank_run):
+        assert not differences(got, plain.state_dict())
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM (arXiv 2010.01412), as programs write it: it holds the optimizer that steps, and has its groups."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, options)
+        self.base = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def climb(self):
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["old"] = param.data.clone()
+            param.add_(param.grad, alpha=0.1)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self):
+        for param in self.param_groups[0]["params"]:
+            param.data = self.state[param]["old"]
+        self.base.step()
+        self.zero_grad()
+
+
+def test_of_an_optimizer_that_holds_another_the_inner_one_is_taken():
+    def loop(model, optimizer, batches):
+        for number in range(2):
+            backward(model, batches(number))
+            optimizer.climb()
+            backward(model, batches(number))
+            optimizer.descend()
+
+    def rank_run(rank):
+        model, optimizer = sharded(3, functools.partial(Sharpness, lr=0.1))
+        loop(model, optimizer, lambda number: [DATA[number][0][rank]])
+        assert runtime_of(model).optimizer is optimizer.base
+        return zs.full_state_dict(model)
+
+    plain = copy.deepcopy(MODEL)
+    loop(plain, Sharpness(plain.parameters(), lr=0.1), lambda number: DATA[number][0])
+    for got in run_threads(WORLD, rank_run):
+        assert not differences(got, plain.state_dict())
+
+
+# -- refusals, each with what to write ---------------------------------------------------------------------------------
+
+
+@ALL_STAGES
+def test_an_optimizer_from_before(stage):
+    """At stage 0 it sees whole mean gradients, as with DDP; elsewhere the line that the error names trains."""
+
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        zs.shard(model, stage=stage)
+        if stage == 0:
+            return trained(model, optimizer, rank)
+        with pytest.raises(
+            zs.ConfigError, match=r"AdamW was made before zs.shard\(model\).*Write zs.shard\(model, optimizer, ...\), or make"
+        ):
+            trained(model, optimizer, rank)
+        optimizer.zero_grad()
+        return trained(model, adamw(model.parameters()), rank)
+
+    plain = copy.deepcopy(MODEL)
+    optimizer = adamw(plain.parameters())
+    for number in range(2):
+        optimizer.zero_grad()
+        backward(plain, DATA[number][0])
+        optimizer.step()
+    for got in run_threads(WORLD, rank_run):
+        assert not differences(got, plain.state_dict())
+
+
+@ALL_STAGES
+def test_a_model_has_one_optimizer(stage):
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        matrices, others = ([p for p in model.parameters() if (p.dim() == 2) is want] for want in (True, False))
+        optimizers = [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+        backward(model, [DATA[0][0][rank]])
+        with pytest.raises(zs.ZeroshardError, match=r"no optimizer \(2 were made of its parameters, AdamW and Muon\)"):
+            zs.clip_grad_norm_(model, 1.0)
+        optimizers[0].step()
+        with pytest.raises(
+            zs.ConfigError,
+            match=r"this AdamW .* is stepped by another, Muon.* a parameter group for each .*zs\.Muon\).*zs\.close",
+        ):
+            optimizers[1].step()
+        zs.close(model)
+        groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+        model, optimizer = zs.shard(model, zs.Muon(groups), stage=stage)
+        trained(model, optimizer, rank)
+
+    run_threads(WORLD, rank_run)
+
+
+@ALL_STAGES
+def test_an_optimizer_of_two_models(stage):
+    def rank_run(rank):
+        models = [copy.deepcopy(MODEL), nn.Linear(3, 2)]
+        for model in models:
+            zs.shard(model, stage=stage)
+        optimizer = adamw([p for model in models for p in model.parameters()])
+        backward(models[0], [DATA[0][0][rank]])
+        with pytest.raises(zs.ConfigError, match=r"2 sharded models \(gain of MLP, weight of Linear\): make one for each"):
+            optimizer.step()
+        trained(models[0], adamw(models[0].parameters()), rank)
+
+    run_threads(WORLD, rank_run)
+
+
+def test_what_zs_shard_refuses_is_refused_with_nothing_changed():
+    """A class that looks beyond elements; a parameter that is not the model's. Another optimizer then trains."""
+
+    def rank_run(rank):
+        model, optimizer = sharded(3, torch.optim.LBFGS)
+        backward(model, [DATA[0][0][rank]])
+        with pytest.raises(zs.ConfigError, match="LBFGS takes products of whole gradients"):
+            optimizer.step(lambda: 0.0)
+        assert not hasattr(optimizer, "core")
+        del optimizer
+        optimizer = adamw([*model.parameters(), nn.Parameter(torch.ones(2))])
+        with pytest.raises(zs.ConfigError, match=r"shape \(2,\)\) that is not the model's"):
+            optimizer.step()
+        del optimizer
+        optimizer = adamw(model.parameters())
+        optimizer.step()
+        assert not optimizer.last_step.skipped
+
+    run_threads(WORLD, rank_run)
+
+
+def test_ranks_that_make_different_optimizers():
+    def rank_run(rank):
+        model, optimizer = sharded(2, functools.partial(torch.optim.SGD, lr=0.1 * (rank + 1)))
+        backward(model, [DATA[0][0][rank]])
+        before = zs.full_state_dict(model)
+        with pytest.raises(zs.ModelMismatch, match=r"rank 0: group 0: lr=0.1; rank 1: group 0: lr=0.2"):
+            optimizer.step()
+        assert not differences(zs.full_state_dict(model), before)
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+
+    run_threads(WORLD, rank_run)
+
+
+class Coded(torch.optim.AdamW):
+    state_columns = (coded_column("exp_avg", zs.StateFormat("int8", block=256)),)
+
+
+def test_states_whose_form_must_be_known_when_parameters_are_laid_out():
+    """A class that declares columns of blocks; what the error says trains."""
+
+    def rank_run(rank):
+        model, optimizer = sharded(3, Coded)
+        backward(model, [DATA[0][0][rank]])
+        with pytest.raises(
+            zs.ConfigError, match=r"Coded.state_columns keep states in blocks.*write zs.shard\(model, optimizer, ...\)"
+        ):
+            optimizer.step()
+        zs.close(model)
+        assert type(optimizer) is Coded
+        model, optimizer = zs.shard(model, optimizer, stage=3)
+        trained(model, optimizer, rank)
+
+    run_threads(WORLD, rank_run)
+
+
+@ALL_STAGES
+def test_memory_is_checked_before_the_first_step(stage, monkeypatch):
+    """zs.shard(model) can not count states of which it does not know; the first step does, and a loaded state is there already."""
+    limits, states = shard_model.limits, 8 * sum(p.numel() for p in MODEL.parameters())
+
+    def rank_run(rank):
+        model, optimizer = sharded(stage)
+        backward(model, [DATA[0][0][rank]])
+        runtime_of(model).comm.exchange(b"", "all are sharded")
+        monkeypatch.setattr(shard_model, "limits", lambda: [Limit("RAM", states - 1, "more of it")])
+        with pytest.raises(zs.HostMemoryError, match=r"(?s)Nothing was allocated.*optimizer states  .*more of it"):
+            optimizer.step()
+        runtime_of(model).comm.exchange(b"", "all have failed")
+        monkeypatch.setattr(shard_model, "limits", limits)
+        optimizer.step()
+        assert not optimizer.last_step.skipped
+
+    run_threads(WORLD, rank_run)
+
+
+@ALL_STAGES
+def test_closing_the_model(stage):
+    """An optimizer that was not used becomes an ordinary one again; one that was used is closed with the model."""
+
+    def rank_run(rank):
+        model, optimizer = sharded(stage)
+        zs.close(model)
+        assert type(optimizer) is torch.optim.AdamW
+        backward(model, [DATA[0][0][rank]])
+        optimizer.step()
+        zs.shard(model, stage=stage)
+        again = adamw(model.parameters())
+        backward(model, [DATA[0][0][rank]])
+        again.step()
+        zs.close(model)
+        with pytest.raises(zs.ModelClosed):
+            again.step()
+        zs.shard(model, stage=3)
+        lost = adamw(model.parameters())
+        zs.close(model, restore=False)
+        with pytest.raises(zs.ModelClosed, match="model of this AdamW was closed"):
+            lost.step()
+
+    run_threads(WORLD, rank_run)
