@@ -86,7 +86,8 @@ def shard(
         model: any nn.Module with dense parameters. It may be built under `zs.init()` or on the meta device.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or a class declared by `zs.whole_matrix`.
             AdamW, Adam and Lion of bitsandbytes and torchao become torch's (or zs.Lion), with `optimizer_states` of their
-            width. None for inference.
+            width. None for inference, or if the program makes the optimizer of `model.parameters()` afterwards: it becomes the
+            sharded one at its first step, or when it is loaded, saved or otherwise asked for.
         config: a Config, or the path of a file that `zeroshard plan --auto` wrote. Options given by name override it; they are
             the fields of Config (stage, precision, units, max_grad_norm, ...) and `preset`.
         comm: the ranks over which to shard. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed)
@@ -296,14 +297,9 @@ def whole_state(model: nn.Module, masters: bool = False) -> dict[str, Tensor]:
     for unit in runtime.units:
         unit.land()
         for group in unit.groups:
-            if masters and group.masters.rest is not None:
-                values = whole_values(group, runtime)
-            else:
-                if group.values.sharded:
-                    group.values.gather().wait()
-                values = [view.detach().clone() for view in group.values.views]
-                if unit.phase is not Phase.READY:  # a unit in use stays gathered
-                    group.values.release()
+            values = whole_values(group, runtime, masters)
+            if unit.phase is not Phase.READY:  # a unit in use stays gathered
+                group.values.release()
             values = [spec.complete(value) for spec, value in zip(group.specs, values, strict=True)]
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
     # matched by object, since hooks may rename entries

@@ -350,6 +350,36 @@ def test_which_parameters_keep_fp32_states():
     run_threads(2, rank_run)
 
 
+class Momentum(torch.optim.Optimizer):
+    """A class whose states zeroshard does not know."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+            param.sub_(mean.lerp_(param.grad, 0.1), alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_formats_by_name_for_a_class_that_is_not_known(stage):
+    """The names lay parameters out in whole blocks. One format for all states gives the same bits."""
+
+    def run(rank, form):
+        model = copy.deepcopy(MODEL)
+        model, optimizer = zs.shard(model, Momentum(model.parameters()), stage=stage, optimizer_states=form)
+        for batches in BATCHES[:3]:
+            model(*batches[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return zs.full_state_dict(model)
+
+    for mine, expected in zip(run_threads(2, run, {"mean": FORM}), run_threads(2, run, FORM), strict=True):
+        assert not differences(mine, expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

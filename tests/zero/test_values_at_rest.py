@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import MLP, OddGPT, seeded, token_batches
+from safetensors.torch import load_file
 from torch import nn
 
 import zeroshard as zs
@@ -195,5 +196,45 @@ def test_at_stage_3_a_write_is_of_the_whole():
     def run(rank):
         model, optimizer = zs.shard(seeded(MLP), None, stage=3)
         assert model._zeroshard.values.fingerprint() == 0 and not model._zeroshard.values._groups
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("masters", [True, "split"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_masters_follow_what_is_written_without_an_optimizer(stage, masters, tmp_path):
+    """A model in bf16 that was sharded for inference: what reads masters finds the values that the program has written."""
+
+    def written():
+        model = seeded(MLP)
+        zs.shard(model, stage=stage, precision="bf16", master_weights=masters)
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters()):
+                param.fill_(number)
+        return model
+
+    def run(rank):
+        read = {
+            "dictionary": lambda model: zs.full_state_dict(model, masters=True),
+            "stream": lambda model: {k: v for part in zs.stream_full_tensors(model, masters=True) for k, v in part.items()},
+            "file": lambda model: [
+                zs.save_safetensors(model, tmp_path / "file", dtype=torch.float32),
+                load_file(tmp_path / "file"),
+            ][1],
+            "closed": lambda model: zs.close(model).state_dict(),
+            "checkpoint": lambda model: [zs.save(tmp_path, model), restored(model)][1],
+        }
+
+        def restored(model):
+            zs.close(model)
+            fresh = seeded(MLP)
+            zs.shard(fresh, stage=stage, precision="bf16")
+            zs.load(tmp_path, fresh)
+            return zs.full_state_dict(fresh, masters=True)
+
+        names = [name for name, _ in seeded(MLP).named_parameters()]
+        for how, look in read.items():
+            found = look(written())
+            assert [(found[name] == number).all().item() for number, name in enumerate(names)] == [True] * len(names), how
 
     run_threads(2, run)

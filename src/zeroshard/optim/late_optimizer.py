@@ -25,10 +25,7 @@ from ..config import Tier
 from ..errors import ConfigError, ModelClosed
 from ..memory.estimate import Place
 from ..memory.ledger import OPTIMIZER
-from ..tensor.state_column import StatePlan
-from ..zero.parameter import ParamSpec
 from ..zero.rank_consistency import check_same_model
-from ..zero.runtime import Runtime
 from ..zero.shard_model import check_room, state_plans
 from .sharded_optimizer import OptimizerCore, ShardedOptimizer, derived, homes_of, runtimes_of, shard_optimizer
 from .take_over import TakeOver
@@ -73,7 +70,7 @@ class LateOptimizer(_Optimizer):
         """Make the object the sharded optimizer of its parameters' model (not collective: ranks compare theirs in the first step).
 
         Raise ConfigError, with nothing changed, for what zs.shard(model, optimizer) refuses, for parameters of several models, for a
-        second optimizer of a model, and for states whose form must be known when parameters are laid out.
+        second optimizer of a model, and for states in a form that zs.shard must know to lay parameters out.
         """
         late, name, runtimes = type(self), type(self).__name__, runtimes_of(self.param_groups)
         runtime = runtimes[0]
@@ -86,29 +83,27 @@ class LateOptimizer(_Optimizer):
                 f"optimizer: this {name} has parameters of {len(runtimes)} sharded models ({models}): make one for each."
             )
         if runtime.sharded_optimizer is not None:
-            other = type(runtime.sharded_optimizer).__name__
             raise ConfigError(
-                f"optimizer: this {name} has parameters of a model that is stepped by another, {other}, and a sharded model has one. Make "
-                "one with a parameter group for each set of options (for matrices of Muon beside others: zs.Muon). To replace one: "
-                f"zs.close(model), and {_GIVE}."
+                f"optimizer: this {name} has parameters of a model that is stepped by another, {type(runtime.sharded_optimizer).__name__}, "
+                "and a sharded model has one. Make one with a parameter group for each set of options (for matrices of Muon beside "
+                f"others: zs.Muon). To replace one: zs.close(model), and {_GIVE}."
             )
         if len(runtime.topology.stages) > 1:
             raise ConfigError(f"optimizer: stages of a pipeline step together. Make this {name} before, and write {_GIVE}.")
-        specs, taken = _specs(runtime), TakeOver(self)
+        specs, taken = [spec for group in runtime.groups for spec in group.specs], TakeOver(self)
         self.give_back()
         try:
             config = taken.begin(runtime.model, runtime.config)
-            if config is not runtime.config:
-                raise ConfigError(
-                    f"optimizer: this {name} keeps states as {config.optimizer_states}, and zs.shard(model) has laid parameters out without. "
-                    f"Write {_GIVE}, or give optimizer_states= to zs.shard(model)."
-                )
             check_optimizer(self, specs, config.delayed_update is not None)
             plans = state_plans(config, self, specs)
-            if not _fit(runtime, plans):
-                raise ConfigError(
-                    f"optimizer: {name}.state_columns keep states in blocks, and zs.shard(model) has laid parameters out without: write {_GIVE}."
-                )
+            for group in runtime.groups:
+                own = [plans[id(param)] for param in group.params if group.trainable and id(param) in plans]
+                blocks = math.lcm(*(column.elements for plan in own for column in plan.columns))
+                if len({plan.make for plan in own}) > 1 or group.layout.alignment % blocks:
+                    raise ConfigError(
+                        f"optimizer: this {name} keeps states encoded, and zs.shard(model) has laid {group.specs[0].name} out without: write "
+                        f"{_GIVE}, or give zs.shard(model) the optimizer_states."
+                    )
         except BaseException:
             taken.undo()
             self.__class__ = late
@@ -153,29 +148,16 @@ def _refuse_earlier(optimizer: torch.optim.Optimizer, args: object, kwargs: obje
             )
 
 
-def _specs(runtime: Runtime) -> list[ParamSpec]:
-    return [spec for group in runtime.groups for spec in group.specs]
-
-
-def _fit(runtime: Runtime, plans: dict[int, StatePlan]) -> bool:
-    """Return whether parameters are laid out for the forms of their states: one form in a buffer, and whole blocks."""
-    for group in runtime.groups:
-        own = [plans[id(param)] for param in group.params if group.trainable and id(param) in plans]
-        blocks = math.lcm(*(column.elements for plan in own for column in plan.columns))
-        if len({plan.make for plan in own}) > 1 or group.layout.alignment % blocks:
-            return False
-    return True
-
-
 def _agree(core: OptimizerCore) -> None:
     """Raise, on every rank, ModelMismatch if ranks have made different optimizers; HostMemoryError or SwapError if states have no
     room (collective; before the first step)."""
     runtime = core.runtime
-    check_same_model(runtime.comm, runtime.model, _specs(runtime), runtime.config, core.outer)
+    specs = [spec for group in runtime.groups for spec in group.specs]
+    check_same_model(runtime.comm, runtime.model, specs, runtime.config, core.outer)
 
     def find() -> dict[Place, int]:
         found: dict[Place, int] = defaultdict(int)
-        for group in runtime.groups if not any(run.states.load() for run in core.all_runs) else ():
+        for group in runtime.groups if not any(run.states.load() for run in core.all_runs) else ():  # else they were loaded
             numel = group.layout.numel if group.masters.whole else group.layout.shard_numel
             place = OPTIMIZER, group.offload.tier, group.offload.path if group.offload.tier is Tier.DISK else None
             found[place] += sum(column.nbytes(numel, group.masters.stepped.dtype) for column in group.plan.columns)

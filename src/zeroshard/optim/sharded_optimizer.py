@@ -101,9 +101,7 @@ class OptimizerCore:
         self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
         self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
         self.tally = Tally(runtime.config.hold_schedulers)
-        self.agree: Callable[[], None] | None = (
-            None  # to call before the first step, if zs.shard has not compared ranks' optimizers
-        )
+        self.agree: Callable[[], None] | None = None  # called before the first step of an optimizer that zs.shard has not checked
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
 

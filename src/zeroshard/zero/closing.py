@@ -75,11 +75,12 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
 
 
 @torch.no_grad()
-def whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
-    """Return copies of all whole parameters of a group, from masters if there are any (collective)."""
-    runtime.gate.refresh([group])
-    flat = torch.empty(0)
-    if group.masters.rest is not None and not group.masters.whole:
+def whole_values(group: ParamGroup, runtime: Runtime, masters: bool = True) -> list[Tensor]:
+    """Return copies of all whole parameters of a group, with `masters` from masters if there are any (collective)."""
+    flat = group.values.full
+    if masters:
+        runtime.gate.refresh([group])
+    if masters and group.masters.rest is not None and not group.masters.whole:
         source = group.comm.allocate(group.layout.shard_numel, group.masters.rest.dtype, whole=False)
         source.tensor.copy_(group.masters.rest.load(0, group.masters.rest.numel))
         runtime.comm.exchange(b"", "masters in place")  # peers may read `source` from here on ...
@@ -87,11 +88,10 @@ def whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
         group.comm.reserve(source.number, group.layout.shard_numel, group.masters.rest.dtype)
         group.comm.gather(flat, source, "gather masters").wait()
         runtime.comm.exchange(b"", "masters gathered")  # ... until here, where it may be freed
-    elif group.masters.rest is not None:
+    elif masters and group.masters.rest is not None:
         flat = group.masters.rest.load(0, group.masters.rest.numel)
-    else:
+    elif group.values.sharded:
         group.values.gather().wait()
-        flat = group.values.full
     return [flat[s.offset : s.stop].view(s.shape).clone() for s in group.layout.slots]
 
 

@@ -525,14 +525,6 @@ class GradientBuffer:
         else:
             (self.full if self.replicated else self._at_rest(0, self.rest.numel)).mul_(factor)
 
-    def square_sums(self) -> float:
-        """Compute the sum of squares of the reduced shard (where `square_sum` is None)."""
-        if self.departure is None:
-            return self.comm.streams.square_sums([self.load()])
-        self.departure.settle()
-        self.apply_factor()
-        return self.comm.streams.square_sums([self.rest.host(0, self.rest.numel)])
-
     def gather(self) -> Collective:
         """Start to fill `full` with the reduced shards of all ranks, after `finish` on all of them (REPLICATED; collective)."""
         assert self.region is not None
@@ -574,7 +566,9 @@ def square_sum(buffers: Sequence[GradientBuffer], streams: Streams) -> float:
     """Return the sum of squares of reduced shards, which still carry loss scale and weights. Each offloaded one is read once."""
     for grads in buffers:
         if grads.square_sum is None and grads.departure is not None:
-            grads.square_sum = grads.square_sums()
+            grads.land()
+            grads.apply_factor()
+            grads.square_sum = streams.square_sums([grads.rest.host(0, grads.rest.numel)])
     known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
     total = sum(value for value in known if isinstance(value, float))
     total += streams.square_sums([grads.load() for grads in buffers if grads.square_sum is None])

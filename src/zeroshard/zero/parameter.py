@@ -139,9 +139,8 @@ class ParamHome(Home):
                 return home.unscale(homes, factor)  # raises
             of_group.setdefault(home.group, []).append(home)
         squares = square_sum([group.gradients for group in of_group], self.comm.streams)
-        found = not (
-            math.isfinite(squares) or all(torch.isfinite(home.fetch(True)).all() for home in homes)
-        )  # squares may overflow
+        # squares may overflow where no gradient does
+        found = not math.isfinite(squares) and not all(torch.isfinite(home.fetch(True)).all() for home in homes)
         for group, own in of_group.items():
             if len(own) == sum(group.active):
                 group.gradients.scale(factor)  # of an offloaded gradient: when it is read next
