@@ -200,7 +200,7 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
         """Wait until prefetching of the next step's states has ended; `poll` drives it, as forward and backward would."""
         before, deadline = None, time.monotonic() + _QUIET_LIMIT_S
         while time.monotonic() < deadline:
-            optimizer.core.read_ahead()  # type: ignore[attr-defined]  # sharded optimizers have `core`
+            runtime_of(model).gate.read_ahead()
             # the kernel counts when a transfer begins; rchar and wchar count what this reading of the file adds
             now = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith(("read_b", "write_b"))]
             if now == before:

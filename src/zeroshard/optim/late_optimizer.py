@@ -25,6 +25,7 @@ from ..config import Tier
 from ..errors import ConfigError, ModelClosed
 from ..memory.estimate import Place
 from ..memory.ledger import OPTIMIZER
+from ..utils.autograd import in_backward
 from ..zero.rank_consistency import check_same_model
 from ..zero.shard_model import check_room, state_plans
 from .sharded_optimizer import OptimizerCore, ShardedOptimizer, derived, homes_of, runtimes_of, shard_optimizer
@@ -141,7 +142,8 @@ def _refuse_earlier(optimizer: torch.optim.Optimizer, args: object, kwargs: obje
         return
     first = next((param for group in optimizer.param_groups for param in group["params"] if param.requires_grad), None)
     for home in homes_of([{"params": [first]}]):
-        if home.group.grads is not None and not home.group.grads.replicated:
+        sliced = home.group.grads is not None and not home.group.grads.replicated
+        if sliced and not in_backward():  # there a hook steps it, which UserHook refuses
             raise ConfigError(
                 f"optimizer: this {type(optimizer).__name__} was made before zs.shard(model), and not given to it, so it would step "
                 f"{home.name} apart from the model's other states. Write {_GIVE}, or make the optimizer after zs.shard(model)."
