@@ -251,6 +251,22 @@ def test_a_rank_without_any_batch():
         assert not differences(got, plain.state_dict())
 
 
+def test_a_deep_copy_has_ordinary_parameters():
+    def rank_run(rank):
+        model, optimizer = sharded(2)
+        copied = copy.deepcopy(optimizer)
+        for param in copied.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        before = [param.detach().clone() for param in copied.param_groups[0]["params"]]
+        copied.step()
+        assert not any(torch.equal(*pair) for pair in zip(copied.param_groups[0]["params"], before, strict=True))
+        copied.zero_grad()
+        assert all(param.grad is None for param in copied.param_groups[0]["params"]) and type(copied) is torch.optim.AdamW
+        return trained(model, optimizer, rank)
+
+    run_threads(1, rank_run)
+
+
 class Sharpness(torch.optim.Optimizer):
     """SAM (arXiv 2010.01412), as programs write it: it holds the optimizer that steps, and has its groups."""
 
@@ -408,9 +424,7 @@ def test_states_whose_form_must_be_known_when_parameters_are_laid_out():
     def rank_run(rank):
         model, optimizer = sharded(3, Coded)
         backward(model, [DATA[0][0][rank]])
-        with pytest.raises(
-            zs.ConfigError, match=r"Coded.state_columns keep states in blocks.*write zs.shard\(model, optimizer, ...\)"
-        ):
+        with pytest.raises(zs.ConfigError, match=r"this Coded keeps states encoded.*write zs.shard\(model, optimizer, ...\)"):
             optimizer.step()
         zs.close(model)
         assert type(optimizer) is Coded

@@ -107,6 +107,33 @@ def test_the_object_steps_as_torchs_class_with_states_of_its_width(path, options
     assert told.count("with optimizer_states=") == told.count(f"{sentence} with optimizer_states=zs.{form}") == (form is not None)
 
 
+@pytest.mark.parametrize("path", ["bitsandbytes.optim.adamw.AdamW8bit", "torchao.optim.adam._AdamW"])
+def test_made_after_zs_shard(path, capfd):
+    """Its states need the option, with which parameters are laid out for them; without it an error says so."""
+    whole, form = net(), INT8 if path.startswith("bits") else None
+
+    def run(rank, late):
+        model = copy.deepcopy(whole)
+        optimizer = None if late else made(path, model.parameters(), **ADAM)
+        if late and form is not None:
+            zs.shard(model, stage=3)
+            refused = made(path, model.parameters(), **ADAM)
+            with pytest.raises(
+                zs.ConfigError, match=r"this AdamW8bit keeps states encoded.*or give zs.shard\(model\) the optimizer_states"
+            ):
+                refused.step()
+            assert type(refused).__bases__[1].__module__ == "bitsandbytes.optim.adamw" and "alpha" in refused.param_groups[0]
+            zs.close(model)
+        zs.shard(model, optimizer, stage=3, optimizer_states=form)
+        optimizer = optimizer or made(path, model.parameters(), **ADAM)
+        return trained(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+
+    expected = run_threads(2, run, False)
+    capfd.readouterr()
+    torch.testing.assert_close(run_threads(2, run, True), expected, rtol=0, atol=0)
+    assert "is stepped as torch.optim.AdamW" in capfd.readouterr().err
+
+
 def test_a_given_format_and_parameters_that_are_exempt_are_kept():
     model = net()
     optimizer = made("bitsandbytes.optim.adamw.AdamW", model.parameters(), **ADAM)

@@ -74,6 +74,8 @@ class LateOptimizer(_Optimizer):
         second optimizer of a model, and for states in a form that zs.shard must know to lay parameters out.
         """
         late, name, runtimes = type(self), type(self).__name__, runtimes_of(self.param_groups)
+        if not runtimes:  # a deep copy of replicated parameters is one of ordinary ones
+            return self.give_back()
         runtime = runtimes[0]
         if runtime.closed:
             raise ModelClosed(f"the model of this {name} was closed with zs.close().")
@@ -102,7 +104,7 @@ class LateOptimizer(_Optimizer):
                 blocks = math.lcm(*(column.elements for plan in own for column in plan.columns))
                 if len({plan.make for plan in own}) > 1 or group.layout.alignment % blocks:
                     raise ConfigError(
-                        f"optimizer: this {name} keeps states encoded, and zs.shard(model) has laid {group.specs[0].name} out without: write "
+                        f"optimizer: this {name} keeps states encoded, for which zs.shard(model) has not laid out parameters: write "
                         f"{_GIVE}, or give zs.shard(model) the optimizer_states."
                     )
         except BaseException:

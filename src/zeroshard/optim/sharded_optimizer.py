@@ -475,6 +475,8 @@ class OfShardedModel(torch.optim.Optimizer):
         """Drop all gradients; with set_to_none=False, set existing ones to zero, and a step then uses the zeros."""
         for runtime in self._runtimes():
             runtime.zero_grad(set_to_none)
+        if not isinstance(self, ShardedOptimizer):  # it may hold other parameters, too
+            super().zero_grad(set_to_none)
 
     def _runtimes(self) -> list[Runtime]:
         return [self.core.runtime] if isinstance(self, ShardedOptimizer) else runtimes_of(self.param_groups)
