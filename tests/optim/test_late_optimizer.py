@@ -43,7 +43,7 @@ def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 
 GPT = seeded(OddGPT)
-TASK = Task(GPT, token_batches(3, 2, 3), by_kind, True, clip={1: 0.05}, scheduler=decaying, early=True, states=True, late=True)
+TASK = Task(GPT, token_batches(3, 1, 3), by_kind, True, clip={1: 0.05}, scheduler=decaying, early=True, states=True, late=True)
 
 
 # -- equality --------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ TASK = Task(GPT, token_batches(3, 2, 3), by_kind, True, clip={1: 0.05}, schedule
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_stage_equals_one_process(world_size):
     for stage in (0, 1, 2, 3):
-        for precision in ("fp32", "bf16"):
+        for precision in ("fp32", "bf16") if world_size == 2 else ("fp32",):
             outcomes = run_threads(world_size, functools.partial(train, task=TASK, stage=stage, precision=precision))
             plain = reference(TASK, world_size, precision, outcomes[0].coefficients)
             for got in outcomes:

@@ -17,14 +17,14 @@ from torch import nn
 from ..activations.checkpoint import give_back_memory
 from ..comm.codec import exchange_values
 from ..config import Offload, Tier
-from ..errors import ConfigError, OffloadIOError, did_you_mean
+from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..offload.moved_states import PARTS, Memory
 from ..offload.storage import CodedRest, MemoryRest, Rest
 from ..utils import torch_compat
-from ..utils.host import host_identity
 from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
+from ..zero.shard_model import check_disk
 from .segments import state_tensors
 
 BUFFERS = "buffers"
@@ -80,7 +80,9 @@ def offload_states(
         "gradients": [group.grads.rest for group in groups if group.grads is not None],
     }
     wanted = [part for part in parts if part != BUFFERS]
-    _check_space(runtime, [memory for memory in memories if memory.part in wanted], offload)
+    if offload.tier is Tier.DISK and offload.path is not None:
+        needed = runtime.moved.needed([memory for memory in memories if memory.part in wanted], offload)
+        check_disk(runtime.tiers, {offload.path: needed}, "zs.offload_states")
     runtime.comm.exchange(b"", "zs.offload_states")  # a barrier: no rank reads peers' shards or buffers any more
     if BUFFERS in parts:
         _give_back_buffers(runtime)
@@ -156,24 +158,6 @@ def _offload(runtime: Runtime, device: str | os.PathLike | Offload, pin_memory: 
     if offload.tier is Tier.DEVICE:
         raise ConfigError("zs.offload_states: device: expected 'cpu', 'nvme', a folder or a zs.Offload of these, got 'none'.")
     return offload
-
-
-def _check_space(runtime: Runtime, memories: list[Memory], offload: Offload) -> None:
-    """Raise on every rank if, on any host, the folder's disk has no space for the states of that host's ranks (collective)."""
-    if offload.tier is not Tier.DISK:
-        return
-    host, folder = host_identity(), offload.path
-    problem: Exception | None = None
-    assert folder is not None
-    everyone = exchange_values(runtime.comm, (host, runtime.moved.needed(memories, offload)), "zs.offload_states: space")
-    on_host = [{folder: nbytes} for other, nbytes in everyone if other == host]
-    try:
-        runtime.tiers.check_space({folder: everyone[runtime.comm.rank][1]}, on_host)
-    except (ConfigError, OSError, OffloadIOError) as error:
-        problem = error
-    for told in exchange_values(runtime.comm, problem, "zs.offload_states: room"):
-        if told is not None:
-            raise told
 
 
 # -- the states ----------------------------------------------------------------------------------------------------

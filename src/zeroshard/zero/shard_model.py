@@ -31,6 +31,7 @@ from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, Shard
 from ..tensor.state_codecs import Formats
 from ..tensor.state_column import StateColumn, StatePlan, declared_columns
 from ..utils import torch_compat
+from ..utils.host import host_identity
 from ..utils.state_format import StateFormat
 from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import ROOT, UnitPlan, partition
@@ -163,14 +164,19 @@ def check_room(
     text = shortage(everyone, changes(on_host))
     if text is not None:
         raise HostMemoryError(text)
-    if not mine.disk:
-        return
+    if mine.disk:
+        check_disk(tiers, mine.disk, what)
+
+
+def check_disk(tiers: Tiers, mine: dict[str, int], what: str) -> None:
+    """Raise, on every rank, SwapError if a disk of some host is too small for its ranks (collective). mine: bytes by folder."""
+    everyone = exchange_values(tiers.comm, (host_identity(), mine), f"{what}: space on disks")
     problem: Exception | None = None
     try:
-        tiers.check_space(everyone[comm.rank].disk, [other.disk for other in everyone if other.host == mine.host])
-    except (ConfigError, OSError) as error:
+        tiers.check_space(mine, [theirs for host, theirs in everyone if host == host_identity()])
+    except (ConfigError, OSError, OffloadIOError) as error:
         problem = error
-    _agree_on(problem, tiers, f"{what}: space on disks")
+    _agree_on(problem, tiers, f"{what}: do they have room")
 
 
 class Builder:
