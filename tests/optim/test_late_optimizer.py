@@ -44,6 +44,7 @@ def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 GPT = seeded(OddGPT)
 TASK = Task(GPT, token_batches(3, 1, 3), by_kind, True, clip={1: 0.05}, scheduler=decaying, early=True, states=True, late=True)
+UNCLIPPED = replace(TASK, clip={})  # another layout adds up norms in another order
 
 
 # -- equality --------------------------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ TIERS = [
 def test_every_tier_equals_an_optimizer_given_to_zs_shard(places, tmp_path):
     options = {"stage": 3, "precision": "bf16", **tiers(str(tmp_path), **places)}
     late, early = (
-        run_threads(WORLD, functools.partial(train, task=replace(TASK, late=each), **options)) for each in (True, False)
+        run_threads(WORLD, functools.partial(train, task=replace(UNCLIPPED, late=each), **options)) for each in (True, False)
     )
     for got, expected in zip(late, early, strict=True):
         assert_equal_runs(got, expected, str(places))
@@ -84,7 +85,8 @@ OTHERS = [
 @pytest.mark.parametrize("options", OTHERS, ids=str)
 def test_forms_of_states_and_masters(options):
     late, early = (
-        run_threads(WORLD, functools.partial(train, task=replace(TASK, late=each), stage=2, **options)) for each in (True, False)
+        run_threads(WORLD, functools.partial(train, task=replace(UNCLIPPED, late=each), stage=2, **options))
+        for each in (True, False)
     )
     for got, expected in zip(late, early, strict=True):
         assert_equal_runs(got, expected, str(options))
@@ -93,7 +95,7 @@ def test_forms_of_states_and_masters(options):
 @pytest.mark.parametrize("name", ["momentum", "adagrad", "adamw foreach", "adamw tensor lr", "lion", "fused", "muon"])
 def test_classes_of_optimizers(name):
     make = {"muon": muon, "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True)}.get(name)
-    task = replace(TASK, optimizer=make or (lambda model: OPTIMIZERS[name](model.parameters())), scheduler=None)
+    task = replace(UNCLIPPED, optimizer=make or (lambda model: OPTIMIZERS[name](model.parameters())), scheduler=None)
     late, early = (run_threads(WORLD, functools.partial(train, task=replace(task, late=each), stage=3)) for each in (True, False))
     for got, expected in zip(late, early, strict=True):
         assert_equal_runs(got, expected, name)
