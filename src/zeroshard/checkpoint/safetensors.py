@@ -408,7 +408,7 @@ def _write(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> None:
 def _ranges(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> Iterator[Range]:
     """Yield the ranges of the file that this rank writes; rank 0 writes the header."""
     topology = runtime.topology
-    runtime.gate.refresh(runtime.groups)
+    runtime.gate.wait()
     if topology.world.rank == 0:
         yield 0, file.header
     for name, part, source in listing.sources:
@@ -420,6 +420,7 @@ def _ranges(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> Itera
         group, index = source
         home, rest, begin = group.homes[index], group.values.rest, group.homes[index].begin
         if file.places[name].dtype != rest.dtype:
+            runtime.gate.refresh([group])  # of other groups nobody reads masters, which may not have taken memory yet
             rest, begin = group.masters.slice(index)
         if group.counts:
             yield from _placed(file.places[name].cut(part), home.start, home.stop, rest, begin)
