@@ -9,6 +9,8 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from helpers import differences
 from offloading import tiers
 from optimizers import ALL_STAGES, DATA, MODEL, STAGES, WORLD
@@ -22,9 +24,9 @@ adamw = functools.partial(torch.optim.AdamW, lr=0.05)
 SPOILT = {1: (1, 0), 3: (0, 2)}  # step -> the rank that spoils it, and the layer whose gradient is not finite then
 
 
-def loop(model, optimizer, ranks, clip=None, micro=1):
+def loop(model, optimizer, ranks, clip=None, micro=1, make_scaler=torch.amp.GradScaler):
     """Train as a program for DDP does; return the scale after each step. ranks: whose batches this process sees."""
-    scaler, scales = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2), []
+    scaler, scales = make_scaler("cpu", init_scale=256.0, growth_interval=2), []
     for step in range(6):
         optimizer.zero_grad()
         for number in range(micro):
@@ -65,11 +67,11 @@ def expected(clips=False, micro=1, make=adamw):
     return scales, model.state_dict()
 
 
-def run(rank, clip=None, micro=1, make=adamw, late=False, comm=None, **options):
+def run(rank, clip=None, micro=1, make=adamw, late=False, comm=None, make_scaler=torch.amp.GradScaler, **options):
     model = copy.deepcopy(MODEL)
     optimizer = None if late else make(model.parameters())
     zs.shard(model, optimizer, comm=comm, **options)
-    scales = loop(model, optimizer or make(model.parameters()), [rank], clip, micro)
+    scales = loop(model, optimizer or make(model.parameters()), [rank], clip, micro, make_scaler)
     result = scales, zs.full_state_dict(model, masters=True)
     zs.close(model)
     return result
@@ -179,7 +181,8 @@ def test_a_mesh_with_replicas():
 def _over_torch_distributed(rank, world_size):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    return [run(rank, stage=stage, comm="dist", late=True) for stage in STAGES]
+    scalers = torch.amp.GradScaler, ShardedGradScaler
+    return [run(rank, stage=stage, comm="dist", late=True, make_scaler=each) for stage in STAGES for each in scalers]
 
 
 @pytest.mark.processes
@@ -222,6 +225,39 @@ def test_autocast_in_fp16(stage):
             torch.testing.assert_close(weights[name], value, rtol=1e-2, atol=1e-3)
 
 
+def test_one_scaler_for_two_models():
+    """Each model skips the steps that its own gradients spoil; the scale follows both."""
+
+    def loop_of_two(models, ranks):
+        scaler, optimizers = torch.amp.GradScaler("cpu", init_scale=256.0), [adamw(model.parameters()) for model in models]
+        for step in range(4):
+            for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                optimizer.zero_grad()
+                hook = model.layers[0].bias.register_hook(_spoil) if number == step == 1 else None
+                for rank in ranks:
+                    scaler.scale(model(*DATA[step][0][rank]) / len(ranks)).backward()
+                if hook is not None:
+                    hook.remove()
+            scaler.unscale_(optimizers[1])
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    def rank_run(rank):
+        models = [copy.deepcopy(MODEL), copy.deepcopy(MODEL)]
+        for model, stage in zip(models, (2, 3), strict=True):
+            zs.shard(model, stage=stage)
+        return loop_of_two(models, [rank]), [zs.full_state_dict(model) for model in models]
+
+    plain = [copy.deepcopy(MODEL), copy.deepcopy(MODEL)]
+    assert loop_of_two(plain, [0, 1]) == 128.0
+    for scale, weights in run_threads(WORLD, rank_run):
+        assert scale == 128.0
+        for got, model in zip(weights, plain, strict=True):
+            assert not differences(got, model.state_dict())
+
+
 # -- norms, refusals -------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +283,21 @@ def test_the_step_takes_the_norm_of_what_was_unscaled(stage):
     for record in run_threads(WORLD, rank_run):
         assert record.grad_norm == pytest.approx(norm, rel=1e-5)
         assert record.clipped_norm == pytest.approx(1e-3, rel=1e-2)
+
+
+@ALL_STAGES
+def test_squares_that_overflow_before_they_are_unscaled(stage):
+    def rank_run(rank):
+        model = nn.Linear(64, 1, bias=False)
+        model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=1e-15), stage=stage)
+        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+        scaler.scale(model(torch.full((1, 64), 3e15)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 65536.0 and not optimizer.last_step.skipped
+        assert optimizer.last_step.grad_norm == pytest.approx(8 * 3e15, rel=1e-5)
+
+    run_threads(WORLD, rank_run)
 
 
 @ALL_STAGES

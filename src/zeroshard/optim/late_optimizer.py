@@ -26,9 +26,9 @@ from ..errors import ConfigError, ModelClosed
 from ..memory.estimate import Place
 from ..memory.ledger import OPTIMIZER
 from ..utils.autograd import in_backward
-from ..zero.rank_consistency import check_same_model
+from ..zero.rank_consistency import check_alike, described_optimizer
 from ..zero.shard_model import check_room, state_plans
-from .sharded_optimizer import OptimizerCore, ShardedOptimizer, derived, homes_of, runtimes_of, shard_optimizer
+from .sharded_optimizer import OfShardedModel, OptimizerCore, derived, homes_of, runtimes_of, shard_optimizer
 from .take_over import TakeOver
 from .validation import check_optimizer, held_optimizers
 
@@ -48,6 +48,8 @@ class LateOptimizer(_Optimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the optimizer over, and take the first step. A program that has kept this bound method may call it later, too."""
         if isinstance(self, LateOptimizer):
+            if self.wraps_another:  # its own step calls that of the other
+                return super().step(*args, **kwargs)
             self.take_over()
         return type(self).step(self, *args, **kwargs)
 
@@ -55,13 +57,16 @@ class LateOptimizer(_Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the optimizer over, and load this rank's slices."""
-        self.take_over()
-        self.load_state_dict(state_dict)
+        if self.wraps_another:
+            super().load_state_dict(state_dict)
+        else:
+            self.take_over()
+            self.load_state_dict(state_dict)
 
     @property
     def wraps_another(self) -> bool:
-        """True if the object holds another optimizer, which is then the one that steps."""
-        return bool(held_optimizers(self))
+        """True if the object holds another optimizer of sharded parameters, which is then the one that steps."""
+        return any(runtimes_of(held.param_groups) for _, held in held_optimizers(self))
 
     def give_back(self) -> None:
         """Give the object the class back that the program has called."""
@@ -70,7 +75,7 @@ class LateOptimizer(_Optimizer):
     def take_over(self) -> None:
         """Make the object the sharded optimizer of its parameters' model (not collective: ranks compare theirs in the first step).
 
-        Raise ConfigError, with nothing changed, for what zs.shard(model, optimizer) refuses, for parameters of several models, for a
+        Raise ConfigError, with nothing changed, for what zs.shard(model, optimizer) refuses (parameters of other models, too), for a
         second optimizer of a model, and for states in a form that zs.shard must know to lay parameters out.
         """
         late, name, runtimes = type(self), type(self).__name__, runtimes_of(self.param_groups)
@@ -79,12 +84,6 @@ class LateOptimizer(_Optimizer):
         runtime = runtimes[0]
         if runtime.closed:
             raise ModelClosed(f"the model of this {name} was closed with zs.close().")
-        if len(runtimes) > 1:
-            first = {id(home.group.runtime): home.name for home in reversed(homes_of(self.param_groups))}
-            models = ", ".join(f"{first[id(each)]} of {type(each.model).__name__}" for each in runtimes)
-            raise ConfigError(
-                f"optimizer: this {name} has parameters of {len(runtimes)} sharded models ({models}): make one for each."
-            )
         if runtime.sharded_optimizer is not None:
             raise ConfigError(
                 f"optimizer: this {name} has parameters of a model that is stepped by another, {type(runtime.sharded_optimizer).__name__}, "
@@ -140,10 +139,7 @@ def watch() -> None:
 
 def _refuse_earlier(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Raise ConfigError for an optimizer from before zs.shard(model), unless the model's gradients are whole."""
-    if isinstance(optimizer, ShardedOptimizer):
-        return
-    first = next((param for group in optimizer.param_groups for param in group["params"] if param.requires_grad), None)
-    for home in homes_of([{"params": [first]}]):
+    for home in homes_of(optimizer.param_groups) if not isinstance(optimizer, OfShardedModel) else ():
         sliced = home.group.grads is not None and not home.group.grads.replicated
         if sliced and not in_backward():  # there a hook steps it, which UserHook refuses
             raise ConfigError(
@@ -157,7 +153,7 @@ def _agree(core: OptimizerCore) -> None:
     room (collective; before the first step)."""
     runtime = core.runtime
     specs = [spec for group in runtime.groups for spec in group.specs]
-    check_same_model(runtime.comm, runtime.model, specs, runtime.config, core.outer)
+    check_alike(runtime.comm, described_optimizer(specs, core.outer))
 
     def find() -> dict[Place, int]:
         found: dict[Place, int] = defaultdict(int)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..tensor.sharded_tensor import ShardedTensor
 from ..utils.torch_compat import DYNAMO, FakeTensor, TorchDispatchMode, disable_current_modes
 from .inner_optimizer import State, inner_copy
 
@@ -260,7 +261,8 @@ def _copied(value: Any) -> Any:
 
 
 def _is_unreal(value: Tensor) -> bool:
-    return value.is_meta or isinstance(value, FakeTensor)
+    """Return True for a tensor without values here, or with other ones on each rank, which a trial must not read."""
+    return value.is_meta or isinstance(value, (FakeTensor, ShardedTensor))
 
 
 def _tensors(value: object) -> Iterable[Tensor]:

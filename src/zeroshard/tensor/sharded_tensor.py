@@ -441,11 +441,11 @@ def _unscale(func: OpOverload, args: tuple, kwargs: dict) -> None:
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedTensor)]
     if not all(gradient._of_gradient for gradient in sharded):
         raise _refusal(func, args, kwargs)
+    if sharded[0]._home.unscale([gradient._home for gradient in sharded], float(inverse)):
+        found_inf.fill_(1.0)
     whole = [gradient for gradient in gradients if not isinstance(gradient, ShardedTensor)]
     if whole:
         func(whole, found_inf, inverse)
-    if sharded[0]._home.unscale([gradient._home for gradient in sharded], float(inverse)):
-        found_inf.fill_(1.0)
 
 
 _FOREACH_REDUCTIONS = ("_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum")  # combine elements of one tensor

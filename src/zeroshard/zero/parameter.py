@@ -138,9 +138,11 @@ class ParamHome(Home):
             if not isinstance(home, ParamHome):
                 return home.unscale(homes, factor)  # raises
             of_group.setdefault(home.group, []).append(home)
-        squares = square_sum([group.gradients for group in of_group], self.comm.streams)
-        # squares may overflow where no gradient does
-        found = not math.isfinite(squares) and not all(torch.isfinite(home.fetch(True)).all() for home in homes)
+        squares, found = square_sum([group.gradients for group in of_group], self.comm.streams), False
+        if not math.isfinite(squares):  # squares may overflow where no gradient does, and not once these are unscaled
+            found = not all(torch.isfinite(home.fetch(True)).all() for home in homes)
+            for group in of_group:
+                group.gradients.square_sum = None
         for group, own in of_group.items():
             if len(own) == sum(group.active):
                 group.gradients.scale(factor)  # of an offloaded gradient: when it is read next

@@ -33,9 +33,12 @@ def check_same_model(
 
     mesh: `Axes.layout`.
     """
-    if comm.world_size == 1 or comm.imagined:
-        return
-    described = _described(model, specs, config, optimizer, mesh)
+    if comm.world_size > 1 and not comm.imagined:
+        check_alike(comm, _described(model, specs, config, optimizer, mesh))
+
+
+def check_alike(comm: Comm, described: dict[str, list[str]]) -> None:
+    """Raise ModelMismatch on every rank if ranks' descriptions differ (collective). described: texts, by kind."""
     digest = hashlib.sha256(repr(described).encode()).digest()  # 32 bytes; descriptions travel only where they differ
     if len(set(comm.exchange(digest, "zs.shard: compare models"))) == 1:
         return
@@ -59,19 +62,10 @@ def _described(
     model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None, mesh: str
 ) -> dict[str, list[str]]:  # fmt: skip
     """Return all that must be the same on every rank as texts, by kind."""
-    parameters, kinds, placed = [], ["no optimizer"], []
+    parameters = []
     for spec in specs:
         tied = f", tied {len(spec.owners)} times" if len(spec.owners) > 1 else ""
         parameters.append(f"{spec.name} {_kind(spec.original, spec.whole_shape)}{'' if spec.requires_grad else ' frozen'}{tied}")
-    if optimizer is not None:
-        kinds = [f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"]
-        for number, group in enumerate(optimizer.param_groups):
-            values = {key: _comparable(group[key]) for key in sorted(group.keys() - {"params", "param_names"})}
-            kinds += [f"group {number}: {key}={value}" for key, value in values.items() if value is not None]
-        groups = optimizer_groups(optimizer)  # the parameters of a group lie together in the layout
-        for spec in specs:
-            place = groups.get(id(spec.original))
-            placed.append(f"{spec.name} in {'no group' if place is None else f'group {place}'}")
     options = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -85,10 +79,24 @@ def _described(
     return {
         "parameter": parameters,
         "buffer": [f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()],
-        "optimizer option": kinds,
-        "parameter group": placed,
+        **described_optimizer(specs, optimizer),
         "option": [*options, f"mesh={mesh}"],
     }
+
+
+def described_optimizer(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> dict[str, list[str]]:
+    """Return all of an optimizer that must be the same on every rank as texts, by kind."""
+    kinds, placed = ["no optimizer"], []
+    if optimizer is not None:
+        kinds = [f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"]
+        for number, group in enumerate(optimizer.param_groups):
+            values = {key: _comparable(group[key]) for key in sorted(group.keys() - {"params", "param_names"})}
+            kinds += [f"group {number}: {key}={value}" for key, value in values.items() if value is not None]
+        groups = optimizer_groups(optimizer)  # the parameters of a group lie together in the layout
+        for spec in specs:
+            place = groups.get(id(spec.original))
+            placed.append(f"{spec.name} in {'no group' if place is None else f'group {place}'}")
+    return {"optimizer option": kinds, "parameter group": placed}
 
 
 def _kind(tensor: Tensor, shape: tuple[int, ...] | None = None) -> str:

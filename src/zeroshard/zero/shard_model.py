@@ -164,7 +164,7 @@ def check_room(
     text = shortage(everyone, changes(on_host))
     if text is not None:
         raise HostMemoryError(text)
-    if mine.disk:
+    if any(other.disk for other in everyone):
         check_disk(tiers, mine.disk, what)
 
 
