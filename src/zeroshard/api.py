@@ -267,10 +267,10 @@ def _at_least_0(name: str, value: object) -> float:
 def _core(runtime: Runtime) -> OptimizerCore:
     optimizer = runtime.optimizer
     if optimizer is None:
-        names = " and ".join(sorted(type(each).__name__ for each in runtime.awaiting))
-        several = f" ({len(runtime.awaiting)} were made of its parameters, {names})" if names else ""
+        made = ", ".join(sorted(type(each).__name__ for each in runtime.awaiting)) or "none"
         raise ZeroshardError(
-            f"this model has no optimizer{several}: make one of its parameters, or zs.close(model), and zs.shard(model, optimizer, ...)."
+            f"this model has no optimizer: expected one of its parameters, got {made}. Make one, with a group for each set of options; or "
+            "zs.close(model), and zs.shard(model, optimizer, ...)."
         )
     return optimizer.core
 

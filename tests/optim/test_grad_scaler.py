@@ -9,11 +9,11 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from helpers import differences
 from offloading import tiers
 from optimizers import ALL_STAGES, DATA, MODEL, STAGES, WORLD
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes

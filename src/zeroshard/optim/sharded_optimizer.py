@@ -481,7 +481,7 @@ class OfShardedModel(torch.optim.Optimizer):
     def _runtimes(self) -> list[Runtime]:
         return [self.core.runtime] if isinstance(self, ShardedOptimizer) else runtimes_of(self.param_groups)
 
-    def _leaves_scale_to_scaler(self, _: object = None) -> bool:
+    def _leaves_scale_to_scaler(self) -> bool:
         """Return False: torch's GradScaler is to unscale gradients itself, also for classes whose fused kernels would.
 
         Raise ConfigError for a model whose loss zeroshard scales.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import is_
 
 import torch
@@ -75,13 +76,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSp
         )
 
 
-def held_optimizers(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.optim.Optimizer]]:
-    """Return the other optimizers that are attributes of this one, or in lists, tuples or dictionaries that are, with the attribute."""
-    found: list[tuple[str, torch.optim.Optimizer]] = []
+def held_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yield the other optimizers that are attributes of this one, or in lists, tuples or dictionaries that are, with the attribute."""
     for name, value in vars(optimizer).items():
         within = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        found += [(name, held) for held in within if isinstance(held, torch.optim.Optimizer) and held is not optimizer]
-    return found
+        yield from ((name, held) for held in within if isinstance(held, torch.optim.Optimizer) and held is not optimizer)
 
 
 def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:

@@ -425,7 +425,7 @@ class Builder:
             else:
                 original.data = view  # the object stays, with its hooks
                 fresh = original
-            fresh = self.replaced.get(id(original), original)
+            fresh = spec.original
             if type(fresh) is nn.Parameter:
                 fresh.__class__ = ReplicatedParameter
             fresh._home = group.homes[index]  # type: ignore[attr-defined]
@@ -446,7 +446,7 @@ class Builder:
             compute = old
         carry_hooks(original, compute)  # after the swap, torch's hook tables are still with the user's object
         adopt(group, index, compute)
-        param = self.replaced.get(id(original), original)
+        param = spec.original
         param.__dict__.update(attributes)
         param._compute = compute  # type: ignore[attr-defined]
         group.params.append(param)
@@ -463,7 +463,7 @@ class Builder:
             return new
         for owner, attribute in spec.owners:
             torch_compat.own_parameters(owner)[attribute] = new
-        self.replaced[id(original)] = new
+        self.replaced[id(original)] = spec.original = new
         if not isinstance(original, ShardedTensor) and not original.is_meta:
             original.data = original.data.new_empty(0)
         return None
@@ -490,9 +490,6 @@ def build_units(
     except FAILURES as error:
         tell_shortage(error, model, config, tiers.ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans})
         raise
-    for placed in (group for unit in units for group in unit.groups):
-        for spec, param in zip(placed.specs, placed.params, strict=True):
-            spec.original = param
     tiers.released_nbytes = 0
     if optimizer is not None:
         replaced = builder.replaced
