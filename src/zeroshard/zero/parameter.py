@@ -133,7 +133,7 @@ class ParamHome(Home):
     def unscale(self, homes: Sequence[Home], factor: float) -> bool:
         runtime = self.group.runtime
         of_group: dict[ParamGroup, list[ParamHome]] = {}
-        runtime.attendance.refuse("torch.amp.GradScaler.unscale_()")
+        runtime.attendance.call("torch.amp.GradScaler.unscale_()")
         for home in homes:
             if not isinstance(home, ParamHome):
                 return home.unscale(homes, factor)  # raises
