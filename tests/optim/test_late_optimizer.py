@@ -369,6 +369,11 @@ def test_an_optimizer_from_before(stage):
             ):
                 trained(model, each, rank)
         optimizer.zero_grad()
+        with zs.gathered(model):
+            optimizer = adamw(model.parameters())
+        with pytest.raises(zs.ConfigError, match=r"or inside zs.gathered.*after zs.shard\(model\) and outside zs.gathered"):
+            trained(model, optimizer, rank)
+        model.zero_grad()
         return trained(model, adamw(model.parameters()), rank)
 
     plain = copy.deepcopy(MODEL)

@@ -143,8 +143,9 @@ def _refuse_earlier(optimizer: torch.optim.Optimizer, args: object, kwargs: obje
         sliced = home.group.grads is not None and not home.group.grads.replicated
         if sliced and not in_backward():  # there a hook steps it, which UserHook refuses
             raise ConfigError(
-                f"optimizer: this {type(optimizer).__name__} was made before zs.shard(model), and not given to it, so it would step "
-                f"{home.name} apart from the model's other states. Write {_GIVE}, or make the optimizer after zs.shard(model)."
+                f"optimizer: this {type(optimizer).__name__} was made before zs.shard(model), and not given to it, or inside zs.gathered, so "
+                f"it would step {home.name} apart from the model's other states. Write {_GIVE}, or make the optimizer after zs.shard(model) "
+                "and outside zs.gathered."
             )
 
 
