@@ -424,7 +424,6 @@ class Builder:
                 self._replace(spec, fresh)
             else:
                 original.data = view  # the object stays, with its hooks
-                fresh = original
             fresh = spec.original
             if type(fresh) is nn.Parameter:
                 fresh.__class__ = ReplicatedParameter
