@@ -159,7 +159,7 @@ class TrainOptions(RunOptions):
         metavar="DIR", group=_OUTPUT,
     )  # fmt: skip
     log: str | None = option(
-        None, "write the metrics for a viewer, too, below the results: tensorboard", choices=("tensorboard",), metavar="NAME", group=_OUTPUT
+        None, "also write metrics in this form: tensorboard", choices=("tensorboard",), metavar="NAME", group=_OUTPUT
     )  # fmt: skip
     sample_bytes: int = option(300, "bytes of the sample at the end", type=int, group=_OUTPUT)
     prompt: str | None = option(None, "start of the sample (default: 'def ')", group=_OUTPUT)

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -41,9 +41,7 @@ class Report(NamedTuple):
     module: str  # name of the module whose forward runs
     function: str  # "name (file:line)": the innermost call outside of torch and this library
     stack: str
-    calls: tuple[
-        tuple[int, str, str], ...
-    ]  # the last calls that every rank must make: step, what was called, place in the program
+    calls: tuple[tuple[int, int, str, str], ...]  # the last that every rank must make: number, step, what was called, where
 
 
 class Progress:
@@ -59,7 +57,7 @@ class Progress:
         self.gathers = 0  # number of gathers begun in this step
         self.turns: dict[str, int] = {}  # label -> number of its latest gather in this step
         self.last: deque[str] = deque(maxlen=_LAST)
-        self.calls: deque[tuple[int, str, str]] = deque(maxlen=_LAST)
+        self.calls: deque[tuple[int, int, str, str]] = deque(maxlen=_LAST)
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._home = self._acting = threading.get_ident()
 
@@ -79,7 +77,8 @@ class Progress:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
             frame = frame.f_back
-        self.calls.append((self.step, what, "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"))
+        place = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.calls.append((self.calls[-1][0] + 1 if self.calls else 1, self.step, what, place))
 
     def place(self, label: str) -> str:
         """Return `label` with this rank's step appended, for errors."""
@@ -172,16 +171,19 @@ def describe(waited_s: float, reports: Mapping[int, Report | str], hint: str) ->
 
 
 def _one_sided(reports: Mapping[int, Report | str]) -> str:
-    """Return ' Rank 0 called zs.full_state_dict() ...' for the first call, among the last ones, that not all ranks have made."""
-    told = {rank: report.calls for rank, report in sorted(reports.items()) if isinstance(report, Report)}
-    made = {rank: Counter(call[:2] for call in calls) for rank, calls in told.items()}
-    for step, what, place in dict.fromkeys(call for calls in told.values() for call in calls):
-        most = max(counts[step, what] for counts in made.values())
-        fewer = [rank for rank, counts in made.items() if counts[step, what] < most]
-        if fewer:
-            callers = _ranks([rank for rank in made if rank not in fewer])
-            missed = "did not" if not any(made[rank][step, what] for rank in fewer) else "did so less often"
-            return f" {callers.capitalize()} called {what} in step {step} ({place}), and {_ranks(fewer)} {missed}: call it on all ranks."
+    """Return ' Rank 0 called zs.full_state_dict() ...' for the first of the last calls that not all ranks have made."""
+    told = {
+        rank: {call[0]: call[1:] for call in each.calls} for rank, each in sorted(reports.items()) if isinstance(each, Report)
+    }
+    first = max((min(calls, default=1) for calls in told.values()), default=1)  # earlier calls are not kept everywhere
+    for number in sorted({number for calls in told.values() for number in calls if number >= first}):
+        made = {rank: calls.get(number, (0, "", "")) for rank, calls in told.items()}
+        if len({what for _, what, _ in made.values()}) > 1:
+            caller = max(told, key=lambda rank: (max(told[rank], default=0), -rank))  # who has made more calls
+            step, what, place = made[caller]
+            missed = _ranks([rank for rank in made if made[rank][1] != what])
+            called = _ranks([rank for rank in made if made[rank][1] == what]).capitalize()
+            return f" {called} called {what} in step {step} ({place}), and {missed} did not: call it on all ranks."
     return ""
 
 

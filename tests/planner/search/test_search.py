@@ -205,9 +205,13 @@ def test_slow_links_between_nodes_bring_secondary_shards_and_packing():
 
 
 def test_a_trillion_parameters_on_1024_devices_are_searched_in_well_under_a_minute():
-    begin = time.process_time()
+    times = [time.process_time()]
+    for _ in range(1 << 22):  # what this machine needs for a plain loop: machines differ by a factor of eight
+        pass
+    times.append(time.process_time())
     layouts = by_formula(TRILLION, A100, 1024, 2048)
-    assert len(layouts) > 2000 and time.process_time() - begin < 30
+    times.append(time.process_time())
+    assert len(layouts) > 2000 and times[2] - times[1] < 600 * (times[1] - times[0])
 
 
 def test_without_optimizer_on_the_device_there_is_none_there():

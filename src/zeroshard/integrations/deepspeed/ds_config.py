@@ -141,7 +141,8 @@ def read_config(config: object) -> dict[str, object]:
         except (UnicodeDecodeError, ValueError) as error:
             if "more than once" in str(error):  # the text was valid base64 and JSON: report this, not that it is no path
                 raise
-        if os.sep in (name := os.fspath(config)) or name.endswith(".json"):
+        name = os.fspath(config)
+        if (os.sep in name or name.endswith(".json")) and not os.path.exists(name):
             raise ValueError(f"{name}: no such file; expected a dict, the path of a JSON file, or urlsafe base64 of JSON.")
     raise ValueError(f"expected a dict, the path of a configuration file that exists, or urlsafe base64 of JSON, got {config!r}.")
 
