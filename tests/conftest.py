@@ -16,6 +16,8 @@ import os
 import signal
 import sys
 import threading
+import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import psutil
@@ -54,6 +56,9 @@ LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy
     "init_context", "training_loops", "host_memory", "async_file", "tiers_options", "life_cycle",
 )  # fmt: skip
 
+CASES = 4  # of a test that a sample of the suite runs at least
+WHOLE = {"test_equivalence", "test_equivalence_wide"}  # each pair of values occurs
+
 STDERR = pytest.StashKey()
 
 for run_ranks in (run_threads, run_processes):
@@ -81,13 +86,33 @@ def pytest_configure(config):
     settings.load_profile("zeroshard")
 
 
-def pytest_collection_modifyitems(items):
-    """Long files first, so that no core is idle at the end while another has one left.
+def sampled(items: list) -> tuple[list, list]:
+    """Return the items to run, in their order, and the others: of a test with many cases a quarter, but at least CASES of them.
+
+    Cases are chosen by a checksum of their names, so that the choice stays the same. WHOLE are files whose cases are a choice already.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.path, getattr(item, "originalname", item.name)].append(item)
+    chosen = set()
+    for (path, _), group in cases.items():
+        group.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        chosen.update(group if path.stem in WHOLE else group[: max(CASES, -(-len(group) // 4))])
+    return [item for item in items if item in chosen], [item for item in items if item not in chosen]
+
+
+def pytest_collection_modifyitems(config, items):
+    """Long files first, so that no core is idle at the end while another has one left; of the whole suite a sample.
+
+    A run of named files or tests, and `./test --all`, have all cases.
 
     Tests marked `gpu` measure the device itself, streams and allocator: without one there is nothing to check.
     """
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if os.environ.get("ZEROSHARD_SAMPLE") == "1":
+        items[:], left = sampled(items)
+        config.hook.pytest_deselected(items=left)
     for item in items if os.environ.get("ZEROSHARD_SLOW") != "1" else ():
         if item.get_closest_marker("slow"):
             # each mark says beside it what is tested in its place
