@@ -314,7 +314,7 @@ def test_a_removal_that_is_cut_short_can_be_taken_up_again(tmp_path, monkeypatch
 LIVES = """
 import multiprocessing, os, sys, time
 from zeroshard.io import SwapFolder
-from zeroshard.io import swap_folder as swap
+from zeroshard.memory.io import swap_folder as swap
 swap.filesystem_of = lambda path: "ext4"
 
 def use():
