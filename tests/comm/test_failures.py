@@ -27,6 +27,7 @@ from zeroshard.comm import backend_select, failure
 from zeroshard.comm.base import Region
 from zeroshard.comm.launch import free_port, rank_environment, run_processes
 from zeroshard.testing import run_threads
+from zeroshard.zero.runtime import runtime_of
 
 COMMS = ("shared", "dist")
 STALL_S, NEVER_S = 3.0, 3600.0  # longer than any test may take: what ends sooner was told, and not missed
@@ -222,6 +223,9 @@ def test_calls_of_all_ranks_are_told_of_no_rank(capsys):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+        for _ in range(50):  # of forwards without end little is kept
+            evaluated(model)
+        assert len(runtime_of(model).attendance.calls) < 40
 
     run_threads(3, body)
     assert "called" not in capsys.readouterr().err

@@ -69,8 +69,8 @@ class Attendance:
     def header(self) -> bytes:
         """Return this rank's HEADER_NBYTES bytes for the exchange at the end of a backward."""
         flags = _ENDED * self.serving | _LAST * self.last
-        calls = min(len(self.calls), 0xFFFF), _digest(self.calls)
-        return _HEADER.pack(flags, self.account.plain, *(n & 0xFFFF for n in self.zeroed), *calls)
+        zeroed = (n & 0xFFFF for n in self.zeroed)
+        return _HEADER.pack(flags, self.account.plain, *zeroed, len(self.calls), _digest(self.calls))
 
     def meet(self, headers: list[bytes]) -> None:
         """Update this view with the headers of all ranks, by rank, at the end of a backward."""
@@ -162,7 +162,8 @@ class Attendance:
         """Note a call that every rank must make, for the ranks that wait in vain for one that does not."""
         if self.together and not self.joined:
             self.comm.progress.note_call(what)
-            self.calls.append(what)
+            if len(self.calls) <= _MOST_CALLS:  # a server calls forwards without end
+                self.calls.append(what)
 
     def refuse(self, what: str) -> None:
         """Raise ZeroshardError if the data of some rank has ended: `what` needs every rank, and is not announced to it."""
