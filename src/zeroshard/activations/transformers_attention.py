@@ -202,9 +202,9 @@ def _mask(function: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
     sequence, heads = forward.sequence, getattr(kwargs["config"], "num_attention_heads", None)
     whole = length * sequence.size
     kwargs |= {"q_length": whole, "kv_length": whole, "attention_mask": forward.padding}
-    packed = forward.packed is not None
-    if packed:  # tokens see those of their own sequence, where positions begin anew
-        of_positions, positions, parts, forward.packed = kwargs["mask_function"], forward.packed, _parts(forward.packed), None
+    positions, forward.packed = forward.packed, None
+    if positions is not None:  # tokens see those of their own sequence, where positions begin anew
+        of_positions, parts = kwargs["mask_function"], _parts(positions)
         kwargs["allow_is_causal_skip"] = False
         kwargs["mask_function"] = lambda row, head, query, key: (
             (parts[row, query] == parts[row, key]) & of_positions(row, head, positions[row, query], positions[row, key])
@@ -221,7 +221,8 @@ def _mask(function: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
         kwargs["mask_function"] = lambda batch, head, query, key: of_pair(batch, head, share.row(query, length), key)
     if in_groups or share.groups == 1:
         mask = function(**kwargs)
-    if mask is None and name == "sdpa" and (packed or in_groups):  # sdpa would take its rows for one causal sequence
+    # without a mask sdpa would take its rows for one causal sequence
+    if mask is None and name == "sdpa" and (positions is not None or in_groups):
         raise lacking("transformers", "allow_is_causal_skip of mask functions", _FEATURE)
     return mask
 
