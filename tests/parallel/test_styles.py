@@ -70,19 +70,22 @@ def axis():
         dist.destroy_process_group()
 
 
-def test_a_models_own_plan_and_ours_say_the_same():
+def test_a_model_brings_its_own_plan_and_one_without_any_is_refused():
     own = styles_for(llama())
-    other = llama()
-    other.config.base_model_tp_plan = None
-    type(other)._tp_plan, kept = None, type(other)._tp_plan
-    try:
-        assert styles_for(other) == own
-    finally:
-        type(other)._tp_plan = kept
     assert (
         own.by_name["model.layers.1.self_attn.q_proj"] == "colwise" and own.by_name["model.layers.0.mlp.down_proj"] == "rowwise"
     )
     assert own.by_name["model.embed_tokens"] == "embedding_rowwise" and own.by_name[own.head] == "colwise_gather_output"
+    without = llama()
+    without.config.base_model_tp_plan = None
+    type(without)._tp_plan, kept = None, type(without)._tp_plan
+    try:
+        with pytest.raises(zs.ConfigError, match="no tensor-parallel styles for LlamaForCausalLM: give some"):
+            styles_for(without)
+        given = styles_for(without, {"model.layers.*.mlp.up_proj": "colwise"})
+        assert given.by_name["model.layers.0.mlp.up_proj"] == "colwise"
+    finally:
+        type(without)._tp_plan = kept
 
 
 def test_tables_name_everything_that_is_large():
