@@ -267,11 +267,7 @@ def _at_least_0(name: str, value: object) -> float:
 def _core(runtime: Runtime) -> OptimizerCore:
     optimizer = runtime.optimizer
     if optimizer is None:
-        made = ", ".join(sorted(type(each).__name__ for each in runtime.awaiting)) or "none"
-        raise ZeroshardError(
-            f"this model has no optimizer: expected one of its parameters, got {made}. Make one, with a group for each set of options; or "
-            "zs.close(model), and zs.shard(model, optimizer, ...)."
-        )
+        raise ZeroshardError(runtime.expected_optimizer())
     return optimizer.core
 
 

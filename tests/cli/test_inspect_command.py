@@ -1,12 +1,13 @@
 """`zeroshard inspect` of a run: how far it came and what its checkpoints hold, finished or not."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from zeroshard.cli import main
+from zeroshard.cli import inspect, main
 
 SCORED = "held-out bits per byte before and after"
 
@@ -82,6 +83,33 @@ def test_the_folder_of_runs_lists_them(run, copy, capsys):
     assert main(["inspect", str(copy.parent)]) == 0
     printed = capsys.readouterr().out
     assert "other" in printed and "2 runs; `zeroshard inspect` of one shows more" in printed
+
+
+def test_checkpoints_come_before_measurements_beside_them(run, copy, capsys):
+    """Also those of another program."""
+    (logs := copy / "checkpoints" / "logs").mkdir()
+    (logs / "metrics.jsonl").write_text('{"loss": 1.0}\n')
+    assert [each["step"] for each in told(copy / "checkpoints", capsys)] == [2, 4]
+    (alone := copy / "alone" / "logs").mkdir(parents=True)
+    (alone / "metrics.jsonl").write_text('{"loss": 1.0}\n')
+    assert told(copy / "alone", capsys)["runs"][0]["steps"] == 0
+
+
+def test_of_many_runs_the_newest_are_listed(tmp_path, capsys):
+    for number in range(inspect.MOST + 5):
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / "metrics.jsonl").write_text("")
+        os.utime(folder / "metrics.jsonl", (number, number))
+    names = {Path(each["folder"]).name for each in told(tmp_path, capsys)["runs"]}
+    assert names == {str(number) for number in range(5, inspect.MOST + 5)}
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "the newest 90 of 95 runs" in capsys.readouterr().out
+
+
+def test_a_folder_may_be_named_like_an_option(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "--", "--odd"]) == 2
+    assert "unknown option" not in capsys.readouterr().err
 
 
 def test_one_checkpoint_of_a_run_can_be_named(run, capsys):

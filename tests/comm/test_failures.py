@@ -25,6 +25,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm import backend_select, failure
 from zeroshard.comm.base import Region
+from zeroshard.comm.flight_recorder import Progress, describe
 from zeroshard.comm.launch import free_port, rank_environment, run_processes
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
@@ -394,3 +395,33 @@ def test_a_stall_leaves_no_thread_behind_and_a_desk_lets_no_stranger_in():
         assert mine.ask([1])[1] == SILENT
     mine.close()
     assert threading.active_count() == before
+
+
+def test_calls_before_a_step_of_all_ranks_and_ranks_on_their_way_accuse_nobody():
+    one, two = Progress(0), Progress(1)
+    one.note_call("the forward of Net, without gradients,")  # of rank 0 alone: nothing waited for rank 1
+    for progress in (one, two):
+        progress.step_over(1)
+        progress.note_call("zs.full_state_dict()")
+        progress.wait("gather a")
+    assert "HINT" in describe(1.0, {0: one.report(), 1: two.report()}, " HINT")
+    one.note_call("zs.save()")
+    assert "Rank 0 called zs.save() in step 2" in (told := describe(1.0, {0: one.report(), 1: two.report()}, " HINT"))
+    assert "and rank 1 did not: call it on all ranks." in told
+    two.awake()
+    assert "and rank 1 did not so far: every rank must call it." in describe(1.0, {0: one.report(), 1: two.report()}, "")
+
+
+def test_an_evaluation_of_one_rank_inside_gathered_is_no_call_of_all(capsys):
+    def body(rank: int) -> None:
+        model = seeded(Net)
+        model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+        for _ in range(2):
+            with zs.gathered(model):
+                if rank == 0:
+                    evaluated(model)
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    run_threads(2, body)
+    assert "called" not in capsys.readouterr().err

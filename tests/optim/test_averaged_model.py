@@ -246,7 +246,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path):
             zs.ema(model, 2.0)
         with pytest.raises(zs.ConfigError, match="the model that was given to zs.ema"), average.swapped(other):
             pass
-        with pytest.raises(zs.ZeroshardError, match="sharded with an optimizer"):
+        with pytest.raises(zs.ZeroshardError, match="this model has no optimizer"):
             zs.ema(zs.shard(copy.deepcopy(MODEL), None, stage=3)[0])
         zs.close(model)
         with pytest.raises(zs.ModelClosed):
@@ -271,3 +271,25 @@ def test_frozen_parameters_and_states_that_are_away(tmp_path):
         assert all(torch.equal(v, average.full_state_dict()[k]) for k, v in expected.items())
 
     run_threads(2, rank_main)
+
+
+def test_a_model_with_a_submodule_of_the_name_that_wrappers_have():
+    class Around(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.module(x)
+
+    def run(rank):
+        model = Around()
+        model, _ = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+        average = zs.ema(model)
+        average.load_state_dict(average.full_state_dict())
+        average.load_state_dict({f"module.{name}": value * 0 for name, value in average.full_state_dict().items()})
+        assert not any(value.any() for value in average.full_state_dict().values())
+        with pytest.raises(zs.ConfigError, match=r"module\.weight: expected a tensor of shape \(4, 4\), got 3\.0"):
+            average.load_state_dict({"module.weight": 3.0})
+
+    run_threads(2, run)

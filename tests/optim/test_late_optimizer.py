@@ -6,6 +6,7 @@ what an optimizer given to zs.shard does; zs.report, zs.save and zs.load know of
 
 import copy
 import functools
+import gc
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
 from zeroshard.memory.host_memory import Limit
+from zeroshard.optim import late_optimizer
 from zeroshard.tensor.state_codecs import coded_column
 from zeroshard.testing import run_threads
 from zeroshard.zero import shard_model
@@ -394,12 +396,15 @@ def test_a_model_has_one_optimizer(stage):
         matrices, others = ([p for p in model.parameters() if (p.dim() == 2) is want] for want in (True, False))
         optimizers = [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
         backward(model, [DATA[0][0][rank]])
-        with pytest.raises(zs.ZeroshardError, match=r"no optimizer: expected one of its parameters, got AdamW, Muon\. Make one,"):
+        with pytest.raises(
+            zs.ZeroshardError,
+            match=r"no optimizer: expected one of its parameters, got AdamW, Muon\. Give zs.shard one, or make one after it,",
+        ):
             zs.clip_grad_norm_(model, 1.0)
         optimizers[0].step()
         with pytest.raises(
             zs.ConfigError,
-            match=r"this AdamW .* is stepped by another, Muon.* a parameter group for each .*zs\.Muon\).*zs\.close",
+            match=r"this AdamW .* is stepped by another, Muon.* .*zs\.close.*a parameter group for each .*zs\.Muon\)",
         ):
             optimizers[1].step()
         zs.close(model)
@@ -527,3 +532,144 @@ def test_closing_the_model(stage):
             lost.step()
 
     run_threads(WORLD, rank_run)
+
+
+# -- two models, schedulers, wrappers, failures ----------------------------------------------------------------------
+
+
+def net(seed: int = 0) -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), seed)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> None:
+    model(torch.ones(2, 8) * scale).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_both_models_of_an_optimizer_can_be_closed():
+    def run(rank):
+        one, two = net(), net(1)
+        zs.shard(one, stage=2), zs.shard(two, stage=2)
+        optimizer = torch.optim.AdamW([*one.parameters(), *two.parameters()])
+        zs.close(one), zs.close(two)
+        assert type(optimizer) is torch.optim.AdamW and "tally" not in vars(optimizer)
+        stepped(nn.Sequential(one, nn.Linear(3, 8), two), optimizer)
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_without_a_batch_follows_the_scheduler_of_the_others(stage):
+    def run(rank):
+        model = net()
+        zs.shard(model, stage=stage)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        with zs.join(model):
+            for _ in range(3 if rank == 0 else 0):
+                stepped(model, optimizer)
+                scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert run_threads(2, run) == [0.1 / 8] * 2
+
+
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_wrapper_from_before_of_the_sharded_optimizer_steps_it(stage):
+    plain = net()
+    stepped(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
+
+    def run(rank):
+        model = net()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        outer = Around(inner)
+        zs.shard(model, inner, stage=stage)
+        stepped(model, outer)
+        return zs.full_state_dict(model)
+
+    for state in run_threads(2, run):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_failure_on_the_way_leaves_a_late_optimizer(stage, monkeypatch):
+    """And the next step takes it over."""
+    plain, kept = late_optimizer.shard_optimizer, []
+
+    def fails(optimizer, runtime):
+        kept.append(optimizer)
+        if kept.count(optimizer) == 1:
+            raise MemoryError("once")
+        return plain(optimizer, runtime)
+
+    monkeypatch.setattr(late_optimizer, "shard_optimizer", fails)
+
+    def run(rank):
+        model = net()
+        zs.shard(model, stage=stage)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(2, 8)).square().mean().backward()
+        with pytest.raises(MemoryError):
+            optimizer.step()
+        optimizer.step()
+        assert runtime_of(model).sharded_optimizer is optimizer and not optimizer.last_step.skipped
+
+    run_threads(2, run)
+
+
+class Trainer:
+    """An object in a reference cycle: only the garbage collector frees it."""
+
+    def __init__(self, model):
+        self.itself, self.optimizer = self, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["on all ranks", "on rank 1"])
+def test_an_optimizer_that_is_garbage_does_not_count(ranks):
+    def run(rank):
+        model = net()
+        zs.shard(model, stage=3)
+        if rank in ranks:
+            Trainer(model)
+        trainer = Trainer(model)
+        model(torch.ones(2, 8)).square().mean().backward()
+        zs.clip_grad_norm_(model, 1.0)
+        assert zs.ema(model).updates == 0 and runtime_of(model).optimizer is trainer.optimizer
+        trainer.optimizer.step()
+
+    gc.collect()
+    gc.disable()
+    try:
+        run_threads(2, run)
+    finally:
+        gc.enable()
+
+
+def test_what_replaces_two_optimizers_is_told_and_works():
+    def run(rank):
+        model = net()
+        zs.shard(model, stage=2)
+        params = list(model.parameters())
+        one, two = torch.optim.AdamW(params[:2]), torch.optim.AdamW(params[2:])
+        stepped(model, one)
+        with pytest.raises(
+            zs.ConfigError, match=r"To replace it: zs\.close\(model\), and zs\.shard\(model, optimizer, \.\.\.\), where"
+        ):
+            two.step()
+        zs.close(model)
+        both = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+        zs.shard(model, both, stage=2)
+        stepped(model, both)
+
+    run_threads(2, run)

@@ -155,7 +155,8 @@ def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str
     if optimizer is None:
         return None
     if optimizer is not runtime.optimizer:
-        raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.")
+        why = "" if runtime.sharded_optimizer is not None else f" {runtime.expected_optimizer()}"
+        raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.{why}")
     return optimizer.core
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ZeroshardError
 from ..utils.version import __version__
 from .arguments import EXTRAS, ExitCode, UsageError, closest, how_to_install, verbose
 
@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(code)
     except (UsageError, ConfigError) as error:
         return report_error(str(error))
+    except ZeroshardError as error:  # of ranks the traceback says where
+        return _broke_off() if argv[0] in ("train", "bench") else report_error(str(error))
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             return _broke_off()

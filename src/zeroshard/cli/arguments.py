@@ -7,6 +7,7 @@ its result only, with `--verbose` more than usual. `quiet()` and `verbose()` ret
 import argparse
 import contextlib
 import difflib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -113,7 +114,8 @@ class Parser(argparse.ArgumentParser):
         if _asked:
             raise _Answer(self)
         names, known = self._option_string_actions, argparse.Namespace()
-        unknown = [word for word in argv if word.startswith("--") and len(word) > 2 and word.split("=")[0] not in names]
+        options = itertools.takewhile(lambda word: word != "--", argv)
+        unknown = [word for word in options if word.startswith("--") and word.split("=")[0] not in names]
         if not unknown:  # what is misspelt is told before what is missing
             known, unknown = self.parse_known_args(argv)
         if unknown:

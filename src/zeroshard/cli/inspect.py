@@ -45,23 +45,13 @@ def main(argv: Sequence[str]) -> int:
     if options.name is None and (where / METRICS).is_file():
         run = run_facts(where)
         where = where / CHECKPOINTS
-    elif options.name is None and (runs := [run_facts(each.parent) for each in sorted(where.glob(f"*/{METRICS}"))[-MOST:]]):
-        rows = [{name: each.get(name) for name in ("folder", "finished", "steps", "ranks", "stage", "model")}
-                | {"bits per byte": (each.get(_SCORED) or each.get(_LOOKED) or [None])[-1]} for each in runs]  # fmt: skip
-        if options.json:
-            print_json({"runs": rows})
-        else:
-            show(
-                Sheet(
-                    header=tuple(rows[0]), rows=[["" if value is None else str(value) for value in row.values()] for row in rows]
-                )
-            )
-            print(f"{len(runs)} run{'s' * (len(runs) > 1)}; `zeroshard inspect` of one shows more")
-        return ExitCode.DONE
     try:
         if run is None or where.is_dir():
             found = zs.inspect_checkpoint(where, name=options.name, verify=not options.no_verify)
     except zs.CheckpointNotFound as error:
+        runs = list(where.glob(f"*/{METRICS}")) if run is None and options.name is None else []
+        if runs:
+            return _list(runs, options.json)
         if run is None:
             return report_error(str(error))
     except zs.ZeroshardError as error:
@@ -82,10 +72,28 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.NO if damaged else ExitCode.DONE
 
 
+def _list(runs: list[Path], as_json: bool) -> int:
+    """Print a line for each of the newest runs, of which these are the files of measurements."""
+    newest = sorted(sorted(runs, key=lambda each: each.stat().st_mtime)[-MOST:])
+    found = [run_facts(each.parent) for each in newest]
+    rows = [{name: each.get(name) for name in ("folder", "finished", "steps", "ranks", "stage", "model")}
+            | {"bits per byte": (each.get(_SCORED) or each.get(_LOOKED) or [None])[-1]} for each in found]  # fmt: skip
+    if as_json:
+        print_json({"runs": rows})
+        return ExitCode.DONE
+    shown = [["" if value is None else str(value) for value in (row | {"folder": each.parent.name}).values()]
+             for row, each in zip(rows, newest, strict=True)]  # fmt: skip
+    show(Sheet(header=tuple(rows[0]), rows=shown))
+    count = f"{len(rows)} run{'s' * (len(rows) > 1)}" if len(rows) == len(runs) else f"the newest {len(rows)} of {len(runs)} runs"
+    print(f"{count}; `zeroshard inspect` of one shows more")
+    return ExitCode.DONE
+
+
 def run_facts(folder: Path) -> dict[str, Any]:
     """Return facts of a run from its files: fewer for a run that was not finished."""
     records = RunFolder.recorded(folder, sys.maxsize)
-    steps, looks = [row for row in records if "loss" in row], [row for row in records if "held_out_bits_per_byte" in row]
+    steps = [row for row in records if {"loss", "step", "seconds", "memory_nbytes"} <= row.keys()]
+    looks = [row for row in records if "held_out_bits_per_byte" in row]
     config, report = _read(folder / CONFIG), _read(folder / REPORT)
     training, model = config.get("training", {}), config.get("model")
     facts = {

@@ -85,9 +85,10 @@ class Progress:
         return label if label.endswith("]") else f"{label} [step {self.step}]"
 
     def step_over(self, steps: int) -> None:
-        """Note that `steps` steps of a model are done."""
+        """Note that `steps` steps of a model are done: all ranks have met, so that a call of one rank before it stalls nothing."""
         self.step, self.gathers = steps + 1, 0
         self.turns.clear()
+        self.calls.clear()
 
     def wait(self, label: str, missing: Callable[[], list[int]] | None = None) -> None:
         """Note that this rank begins to wait for peers. missing: returns the ranks that it waits for."""
@@ -181,9 +182,11 @@ def _one_sided(reports: Mapping[int, Report | str]) -> str:
         if len({what for _, what, _ in made.values()}) > 1:
             caller = max(told, key=lambda rank: (max(told[rank], default=0), -rank))  # who has made more calls
             step, what, place = made[caller]
-            missed = _ranks([rank for rank in made if made[rank][1] != what])
+            missed = [rank for rank in made if made[rank][1] != what]
             called = _ranks([rank for rank in made if made[rank][1] == what]).capitalize()
-            return f" {called} called {what} in step {step} ({place}), and {missed} did not: call it on all ranks."
+            on_the_way = not all(isinstance(each := reports[rank], Report) and each.waiting for rank in missed)
+            so_far = " so far: every rank must call it." if on_the_way else ": call it on all ranks."
+            return f" {called} called {what} in step {step} ({place}), and {_ranks(missed)} did not{so_far}"
     return ""
 
 

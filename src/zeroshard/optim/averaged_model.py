@@ -22,6 +22,7 @@ from ..config import Tier
 from ..errors import ConfigError, ModelClosed, ZeroshardError
 from ..memory.ledger import AVERAGES
 from ..offload.storage import Rest
+from ..utils.module_names import own_state
 from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.tensor_stream import full_tensors, put_full_tensors
@@ -38,8 +39,8 @@ def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
 
     The average starts from the present parameters, as a copy of them does that a program averages by itself; from the average of
     an earlier run with `AveragedModel.load_state_dict`. torch.optim.swa_utils.AveragedModel, with get_ema_multi_avg_fn(decay), copies
-    the parameters at its first update: for its numbers call `zs.ema` after the first step. The average takes 4 bytes for each element of the shard. `extra={"ema": average}` saves and loads it in slices, at any
-    stage and number of ranks.
+    the parameters at its first update: for its numbers call `zs.ema` after the first step. The average takes 4 bytes for each
+    element of the shard. `extra={"ema": average}` saves and loads it in slices, at any stage and number of ranks.
 
     Raises:
         ConfigError: decay is not a number from 0 to 1.
@@ -49,7 +50,7 @@ def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
     if isinstance(decay, bool) or not isinstance(decay, Real) or not 0.0 <= decay <= 1.0:
         raise ConfigError(f"zs.ema: decay: expected a number between 0 and 1, got {decay!r}.")
     if runtime.optimizer is None:
-        raise ZeroshardError("zs.ema averages over steps: expected a model that was sharded with an optimizer.")
+        raise ZeroshardError(f"zs.ema averages over steps: {runtime.expected_optimizer()}")
     return AveragedModel(runtime, float(decay))
 
 
@@ -167,7 +168,8 @@ class AveragedModel:
         """
         self._check("AveragedModel.load_state_dict")
         given = dict(state_dict)
-        consume_prefix_in_state_dict_if_present(given, "module.")
+        if given.keys().isdisjoint(own_state(self.model)):  # a model may have a submodule of this name
+            consume_prefix_in_state_dict_if_present(given, "module.")
         kept = {id(group): rest for group, rest in self._shards}
         self.runtime.gate.wait()
         put_full_tensors(self.model, lambda group: kept.get(id(group)), given, "AveragedModel.load_state_dict")

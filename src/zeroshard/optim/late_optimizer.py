@@ -28,6 +28,7 @@ from ..memory.ledger import OPTIMIZER
 from ..utils.autograd import in_backward
 from ..zero.rank_consistency import check_alike, described_optimizer
 from ..zero.shard_model import check_room, state_plans
+from .lr_schedulers import Tally, respect_skipped_steps
 from .sharded_optimizer import OfShardedModel, OptimizerCore, derived, homes_of, runtimes_of, shard_optimizer
 from .take_over import TakeOver
 from .validation import check_optimizer, held_optimizers
@@ -44,6 +45,7 @@ class LateOptimizer(_Optimizer):
     """Mixin for the class of an optimizer of sharded parameters, until its first use."""
 
     last_step = None
+    tally: Tally  # of schedulers that are made before the first use
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the optimizer over, and take the first step. A program that has kept this bound method may call it later, too."""
@@ -69,7 +71,10 @@ class LateOptimizer(_Optimizer):
         return any(runtimes_of(held.param_groups) for _, held in held_optimizers(self))
 
     def give_back(self) -> None:
-        """Give the object the class back that the program has called."""
+        """Give the object the class back that the program has called. It is no sharded model's any more."""
+        for runtime in runtimes_of(self.param_groups):
+            runtime.awaiting.discard(self)
+        self.__dict__.pop("tally", None)
         self.__class__ = type(self).__bases__[1]
 
     def take_over(self) -> None:
@@ -87,12 +92,14 @@ class LateOptimizer(_Optimizer):
         if runtime.sharded_optimizer is not None:
             raise ConfigError(
                 f"optimizer: this {name} has parameters of a model that is stepped by another, {type(runtime.sharded_optimizer).__name__}, "
-                "and a sharded model has one. Make one with a parameter group for each set of options (for matrices of Muon beside "
-                f"others: zs.Muon). To replace one: zs.close(model), and {_GIVE}."
+                f"and a sharded model has one. To replace it: zs.close(model), and {_GIVE}, where the optimizer has a parameter group for "
+                "each set of options (for matrices of Muon beside others: zs.Muon)."
             )
         if len(runtime.topology.stages) > 1:
             raise ConfigError(f"optimizer: stages of a pipeline step together. Make this {name} before, and write {_GIVE}.")
         specs, taken = [spec for group in runtime.groups for spec in group.specs], TakeOver(self)
+        before, planned = dict(self.__dict__), [group.plan for group in runtime.groups]
+        tally = self.tally
         self.give_back()
         try:
             config = taken.begin(runtime.model, runtime.config)
@@ -106,16 +113,21 @@ class LateOptimizer(_Optimizer):
                         f"optimizer: this {name} keeps states encoded, for which zs.shard(model) has not laid out parameters: write "
                         f"{_GIVE}, or give zs.shard(model) the optimizer_states."
                     )
+            for group in runtime.groups:
+                group.plan = next((plans[id(param)] for param in group.params if id(param) in plans), group.plan)
+            core: OptimizerCore = shard_optimizer(self, runtime).core  # type: ignore[attr-defined]
         except BaseException:
-            taken.undo()
+            for group, plan in zip(runtime.groups, planned, strict=True):
+                group.plan = plan
             self.__class__ = late
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            taken.undo()
+            for each in runtimes:
+                each.awaiting.add(self)
             raise
-        for group in runtime.groups:
-            group.plan = next((plans[id(param)] for param in group.params if id(param) in plans), group.plan)
-        runtime.awaiting.discard(self)
-        runtime.sharded_optimizer = shard_optimizer(self, runtime)
-        core: OptimizerCore = runtime.sharded_optimizer.core
-        core.agree = functools.partial(_agree, core)
+        runtime.sharded_optimizer = self
+        core.tally, core.agree = tally, functools.partial(_agree, core)
         taken.tell(runtime.comm.rank)
 
 
@@ -131,7 +143,9 @@ def watch() -> None:
         for runtime in runtimes:
             runtime.awaiting.add(self)
         if runtimes and not isinstance(self, LateOptimizer):
+            respect_skipped_steps()
             self.__class__ = derived(type(self), LateOptimizer)
+            self.tally = Tally(runtimes[0].config.hold_schedulers)  # type: ignore[attr-defined]
 
     torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_refuse_earlier)
@@ -139,7 +153,9 @@ def watch() -> None:
 
 def _refuse_earlier(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Raise ConfigError for an optimizer from before zs.shard(model), unless the model's gradients are whole."""
-    for home in homes_of(optimizer.param_groups) if not isinstance(optimizer, OfShardedModel) else ():
+    if isinstance(optimizer, OfShardedModel) or any(homes_of(held.param_groups) for _, held in held_optimizers(optimizer)):
+        return  # the held one steps, and is asked then
+    for home in homes_of(optimizer.param_groups):
         sliced = home.group.grads is not None and not home.group.grads.replicated
         if sliced and not in_backward():  # there a hook steps it, which UserHook refuses
             raise ConfigError(

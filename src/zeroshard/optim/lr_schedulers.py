@@ -62,7 +62,8 @@ def respect_skipped_steps() -> None:
 def _standing_still(step: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(step)
     def wrapper(self: lr_scheduler.LRScheduler, *args: object, **kwargs: object) -> None:
-        tally = getattr(getattr(getattr(self, "optimizer", None), "core", None), "tally", None)
+        optimizer = getattr(self, "optimizer", None)
+        tally = getattr(getattr(optimizer, "core", optimizer), "tally", None)  # a late optimizer has one before it has a core
         if not isinstance(tally, Tally) or tally.scheduling:
             return step(self, *args, **kwargs)
         if not tally.counts(self) and getattr(self, "last_epoch", 0) >= 0:  # -1: the constructor's own first step

@@ -12,6 +12,7 @@ same for all ZeRO stages: each unit's buffers know whether they are sharded, par
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -93,9 +94,21 @@ class Runtime:
         """The model's sharded optimizer, or None. One that the program has made since zs.shard is taken over now."""
         if self.sharded_optimizer is None and self.awaiting:
             waiting = [each for each in self.awaiting if not each.wraps_another]
+            if len(waiting) > 1:  # some may be garbage in circles, which ranks collect at different times
+                del waiting
+                gc.collect()
+                waiting = [each for each in self.awaiting if not each.wraps_another]
             if len(waiting) == 1:  # of several, the first that steps is taken
                 waiting[0].take_over()
         return self.sharded_optimizer
+
+    def expected_optimizer(self) -> str:
+        """Return what to say where the model's optimizer is needed, and there is none."""
+        made = ", ".join(sorted(type(each).__name__ for each in self.awaiting)) or "none"
+        return (
+            f"this model has no optimizer: expected one of its parameters, got {made}. Give zs.shard one, or make one after it, with a "
+            "parameter group for each set of options, and delete others of these parameters."
+        )
 
     def check_model(self) -> None:
         """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
@@ -128,7 +141,7 @@ class Runtime:
         if not self.in_backward:  # else a backward recomputes this forward
             self.attendance.unasked = True  # some rank's data may have ended since the last forward
             self.training = torch.is_grad_enabled()
-            if self.attendance.gathers and not self.training:
+            if self.attendance.gathers and not self.training and not all(unit.pinned for unit in self.units if unit.sharded):
                 self.attendance.note(f"the forward of {type(self.model).__name__}, without gradients,")
             self._model_watch.check(any(unit.pinned for unit in self.units))
             if self.training:  # what a forward without gradients switches on (PEFT's set_adapter) is not trained there

@@ -119,8 +119,14 @@ def put_full_tensors(
     for item in _items(runtime_of(model), lambda group: group.values.rest, None):
         taken = [(rest, group, index) for group, index, _ in item.sources if (rest := target(group)) is not None]
         value = next((given[name] for name in item.names if name in given), None)
-        if taken and (value is None or tuple(value.shape) != item.shape):
-            got = "nothing" if value is None else f"a tensor of shape {tuple(value.shape)}"
+        if taken and (not isinstance(value, Tensor) or tuple(value.shape) != item.shape):
+            got = (
+                f"a tensor of shape {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else "nothing"
+                if value is None
+                else repr(value)
+            )
             raise ConfigError(
                 f"{verb}: {item.names[0]}: expected a tensor of shape {item.shape}, got {got}. Nothing was changed."
             )
