@@ -17,7 +17,6 @@ from zoo import run_threads, same
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.integrations.deepspeed import partition
 from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, register_external_parameter
 
 Norm = Callable[..., nn.Module]
@@ -83,12 +82,6 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-@pytest.fixture(autouse=True)
-def no_seeds(monkeypatch):
-    """Threads share torch's generator."""
-    monkeypatch.setattr(partition, "_seed_of_rank_0", lambda comm: contextlib.nullcontext())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")

@@ -14,6 +14,7 @@ writing into the copy changes nothing.
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelClosed
-from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor, checksum
 from ..tensor.state_column import is_column
 from .inner_optimizer import State
 from .segments import Run
@@ -199,13 +200,20 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
         if not entries:
             continue
         state = saved[id(param)] = SavedState()
+        told: list[object] = []  # the values, by which ranks see at the next step whether they were given the same
+        watched = core.runtime.values.watches(group)
         for key, value in entries.items():
             if key in counters or not is_column(value, group.specs[index].shape):
                 state.scalars[key] = value
+                told.append((key, hashable(value)))
             elif isinstance(value, ShardedTensor):
                 state.tensors[key] = TensorReader(value._local, group.homes[index].start)
+                told.append((key, value._trace))
             else:
                 state.tensors[key] = TensorReader(value)
+                told.append((key, checksum(value) if watched else 0))
+        if watched:
+            group.masters.note(index, zlib.crc32(repr(sorted(told, key=str)).encode()), False)
     Restoring(core, saved).put()
 
 

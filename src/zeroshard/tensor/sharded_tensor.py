@@ -17,6 +17,8 @@ state dicts, `numel()` and initialisation code work as on one process. Operation
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from collections.abc import Callable, Sequence
 from typing import SupportsIndex, TypeVar
 
@@ -26,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ShardedAccessError, ShardedWriteError
 from ..utils import torch_compat
-from ..utils.torch_compat import OpOverload, tree_map_only
+from ..utils.torch_compat import OpOverload, faking, tree_map_only
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import HasChunks
 from .differentiable import ReadableWhole, read
@@ -62,6 +64,13 @@ class ShardedTensor(HasChunks, HasNoMemory):
         cls, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
+        result = cls._compute_on_slices(func, args, kwargs)
+        if func not in _UNTRACED and torch.Tag.nondeterministic_seeded not in func.tags:
+            _trace(func, args, kwargs, result)
+        return result
+
+    @classmethod
+    def _compute_on_slices(cls, func: OpOverload, args: tuple, kwargs: dict) -> object:
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
@@ -76,6 +85,13 @@ class ShardedTensor(HasChunks, HasNoMemory):
         if not func._schema.is_mutable and all(tensor._computed for tensor in _found(ShardedTensor, (args, kwargs))):
             return _of_whole(func, args, kwargs)
         raise _refusal(func, args, kwargs)
+
+    def _record(self, trace: int, anew: bool) -> None:
+        """Record how the tensor was written (see `_trace`). anew: every element was."""
+        if self._of_parameter:
+            self._home.note(trace, anew)
+        elif self._computed:
+            self._trace = trace
 
     @property
     def _computed(self) -> bool:
@@ -262,6 +278,40 @@ def _writes_first(func: OpOverload) -> bool:
     return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
 
 
+def checksum(tensor: Tensor) -> int:
+    """Return the CRC of a tensor's elements, which are copied to the host.
+
+    Numpy is avoided: `tensor.numpy()` would mark the storage as one that can never be resized again.
+    """
+    tensor = tensor.detach()
+    flat = (tensor.int_repr() if tensor.is_quantized else tensor).to("cpu").contiguous()
+    return zlib.crc32((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())) if flat.nbytes else 0
+
+
+def _trace(func: OpOverload, args: tuple, kwargs: dict, result: object) -> None:
+    """Record how what was written, or a result, was computed, where ranks compare that: each computes its slice by itself.
+
+    A trace is a checksum of the operation, its numbers and whole operands, and the traces of sharded operands. Two ranks, and
+    `w[100:].fill_(rank)`: the traces of w differ, though each rank has written its slice without a fault.
+    """
+    writes = func._schema.is_mutable
+    targets = [t for t in _found(ShardedTensor, kwargs.get("out", args[0]) if writes else result) if t._home.traced]
+    if not targets or faking():
+        return
+    told = [func._schema.name]
+
+    def tell(leaf: object) -> None:
+        if isinstance(leaf, Tensor):
+            told.append(str(leaf._trace if isinstance(leaf, ShardedTensor) else checksum(leaf)))
+        elif isinstance(leaf, (int, float, complex, str)):  # not devices, which may differ
+            told.append(repr(leaf))
+
+    anew = func in _OVERWRITES
+    tree_map_only(object, tell, (args[1:] if anew else args, kwargs))
+    for target in targets:
+        target._record(zlib.crc32(" ".join(told).encode()), anew)
+
+
 def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:
     tensors = _found(ShardedTensor, (args, kwargs))
     target = args[0] if _writes_first(func) and isinstance(args[0], Tensor) else None
@@ -325,6 +375,8 @@ def _random_(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     local = target._local
     local.copy_(whole.view(-1)[target._home.start : target._home.stop])
     target._end_write(local)
+    if target._home.traced:  # ranks may have other seeds
+        target._record(checksum(whole), anew=True)
     return target
 
 
@@ -516,5 +568,12 @@ _HANDLERS: dict[OpOverload, Callable] = {
     aten.fill_.Scalar: _elementwise,
     aten.fill_.Tensor: _elementwise,
 }
+
+_OVERWRITES = frozenset((aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor))  # write every element
+_UNTRACED = frozenset((  # aliases, results without values of operands, and draws in place, which are recorded where they are drawn
+    aten.detach.default, aten.alias.default, aten.view.default, aten.select.int, aten.slice.Tensor, aten.new_empty.default,
+    aten.new_empty_strided.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default,
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, torch_compat.unscale,
+))  # fmt: skip
 
 allow_foreach(ShardedTensor, ShardedParameter)
