@@ -17,7 +17,7 @@ from zoo import run_threads, same
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, register_external_parameter
+from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, is_zero_param, register_external_parameter
 
 Norm = Callable[..., nn.Module]
 NORMS: dict[str, Norm] = {
@@ -122,7 +122,8 @@ def test_the_values_are_those_of_rank_0_and_a_failure_leaves_nothing_open():
                     if error is not None:
                         raise error
             layer.later = nn.Parameter(torch.full((2,), 3.0))
-            assert hasattr(layer.later, "ds_id") and hasattr(layer.made, "ds_id")
+            assert is_zero_param(layer.later) and hasattr(layer.made, "ds_id")
+        assert hasattr(layer.later, "ds_id")
         return layer.made.full_tensor().tolist()
 
     assert run_threads(2, run) == [[1.0] * 4] * 2

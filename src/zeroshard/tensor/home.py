@@ -57,11 +57,16 @@ class Home:
 
     @property
     def traced(self) -> bool:
-        """True if ranks compare how each of them has computed what it writes to the tensor at rest (see `note`)."""
+        """True if ranks compare how they have computed what they wrote: each keeps a trace, a checksum of that."""
         return False
 
+    @property
+    def trace(self) -> int:
+        """Trace of what was written since ranks last compared; 0 if nothing was."""
+        return 0
+
     def note(self, trace: int, anew: bool) -> None:
-        """Record how a write at rest was computed. anew: it wrote every element, so that earlier writes no longer matter."""
+        """Add a write to the trace. anew: it wrote every element, so that earlier writes no longer matter."""
 
     def before_write(self) -> None:
         """Prepare for a write to the slice of a parameter (collective where peers read the slice in place)."""
@@ -138,6 +143,10 @@ class DerivedHome(Home):
     def traced(self) -> bool:
         return self.parent.traced
 
+    @property
+    def trace(self) -> int:
+        return self.parent.trace
+
     def note(self, trace: int, anew: bool) -> None:
         self.parent.note(trace, False)
 
@@ -187,7 +196,7 @@ class Sliced(Tensor):
     _home: Home
     _of_parameter = False  # True for a parameter, or an alias of one (p.data, p[0])
     _of_gradient = False  # True for a gradient, or an alias of one
-    _trace = 0  # of a result: checksum of how this rank has computed it
+    _history: list[int]  # [trace] of a result, shared by its aliases
 
     @property
     def _local(self) -> Tensor:

@@ -54,7 +54,7 @@ class ShardedTensor(HasChunks, HasNoMemory):
         if local is not None:
             dtype, device = local.dtype, local.device
         tensor = torch_compat.make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
-        tensor._held, tensor._home = local, home
+        tensor._held, tensor._home, tensor._history = local, home, [0]
         return tensor
 
     __torch_function__ = torch_compat.disabled_torch_function
@@ -66,7 +66,7 @@ class ShardedTensor(HasChunks, HasNoMemory):
         kwargs = kwargs or {}
         result = cls._compute_on_slices(func, args, kwargs)
         if func not in _UNTRACED and torch.Tag.nondeterministic_seeded not in func.tags:
-            _trace(func, args, kwargs, result)
+            _record_trace(func, args, kwargs, result)
         return result
 
     @classmethod
@@ -86,12 +86,19 @@ class ShardedTensor(HasChunks, HasNoMemory):
             return _of_whole(func, args, kwargs)
         raise _refusal(func, args, kwargs)
 
+    @property
+    def _trace(self) -> int:
+        """Checksum of how this rank has computed the tensor (see `_record_trace`); 0 for a gradient, and for what is as it was."""
+        return 0 if self._of_gradient else self._home.trace if self._of_parameter else self._history[0]
+
     def _record(self, trace: int, anew: bool) -> None:
-        """Record how the tensor was written (see `_trace`). anew: every element was."""
+        """Record how the tensor was written. anew: every element was."""
         if self._of_parameter:
             self._home.note(trace, anew)
-        elif self._computed:
-            self._trace = trace
+        elif anew and not isinstance(self._home, RangeHome):
+            self._history[0] = trace
+        else:
+            self._history[0] = zlib.crc32(f"{self._history[0]} {self._home.name} {trace}".encode())
 
     @property
     def _computed(self) -> bool:
@@ -283,33 +290,42 @@ def checksum(tensor: Tensor) -> int:
 
     Numpy is avoided: `tensor.numpy()` would mark the storage as one that can never be resized again.
     """
+    if tensor.is_meta:
+        return 0
     tensor = tensor.detach()
     flat = (tensor.int_repr() if tensor.is_quantized else tensor).to("cpu").contiguous()
     return zlib.crc32((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())) if flat.nbytes else 0
 
 
-def _trace(func: OpOverload, args: tuple, kwargs: dict, result: object) -> None:
+def _record_trace(func: OpOverload, args: tuple, kwargs: dict, result: object) -> None:
     """Record how what was written, or a result, was computed, where ranks compare that: each computes its slice by itself.
 
     A trace is a checksum of the operation, its numbers and whole operands, and the traces of sharded operands. Two ranks, and
     `w[100:].fill_(rank)`: the traces of w differ, though each rank has written its slice without a fault.
     """
-    writes = func._schema.is_mutable
-    targets = [t for t in _found(ShardedTensor, kwargs.get("out", args[0]) if writes else result) if t._home.traced]
-    if not targets or faking():
-        return
-    told = [func._schema.name]
+    writes, anew = func._schema.is_mutable, func in _OVERWRITES
+    written = kwargs.get("out", args[0]) if writes else result
+    several = isinstance(written, (list, tuple))
+    for number, target in enumerate(written if several else [written]):  # type: ignore[arg-type]
+        if not isinstance(target, ShardedTensor) or target._of_gradient or not target._home.traced or faking():
+            continue
+        # of a list, the operands of this element
+        own = [arg[number] if several and isinstance(arg, (list, tuple)) and len(arg) == len(written) else arg for arg in args]  # type: ignore[arg-type]
+        target._record(trace_of(func._schema.name, *own[1 if anew else 0 :], *kwargs.values()), anew)
+
+
+def trace_of(*values: object) -> int:
+    """Return a checksum of numbers, strings, whole tensors, and the traces of sharded ones; of other values only the class counts."""
+    told: list[str] = []
 
     def tell(leaf: object) -> None:
         if isinstance(leaf, Tensor):
             told.append(str(leaf._trace if isinstance(leaf, ShardedTensor) else checksum(leaf)))
-        elif isinstance(leaf, (int, float, complex, str)):  # not devices, which may differ
-            told.append(repr(leaf))
+        else:  # devices and addresses differ between ranks
+            told.append(repr(leaf) if isinstance(leaf, (int, float, complex, str)) else type(leaf).__name__)
 
-    anew = func in _OVERWRITES
-    tree_map_only(object, tell, (args[1:] if anew else args, kwargs))
-    for target in targets:
-        target._record(zlib.crc32(" ".join(told).encode()), anew)
+    tree_map_only(object, tell, values)
+    return zlib.crc32(" ".join(told).encode())
 
 
 def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:
@@ -334,7 +350,7 @@ def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:
 def _alias(source: ShardedTensor, held: Tensor | None, shape: tuple[int, ...], home: Home) -> ShardedTensor:
     """Return an alias, through which writes reach the parameter or gradient of its source."""
     alias = ShardedTensor(held, shape, home, dtype=source.dtype, device=source.device)
-    alias._of_parameter, alias._of_gradient = source._of_parameter, source._of_gradient
+    alias._of_parameter, alias._of_gradient, alias._history = source._of_parameter, source._of_gradient, source._history
     return alias
 
 
@@ -375,7 +391,7 @@ def _random_(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     local = target._local
     local.copy_(whole.view(-1)[target._home.start : target._home.stop])
     target._end_write(local)
-    if target._home.traced:  # ranks may have other seeds
+    if target._home.traced and not target._of_gradient and not faking():  # ranks may have other seeds
         target._record(checksum(whole), anew=True)
     return target
 

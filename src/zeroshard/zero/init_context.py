@@ -4,30 +4,30 @@
     zs.shard(meta_model, opt, weights=dir)    built on the meta device, slices streamed from safetensors
     zs.shard(meta_model, opt)                 built on the meta device, initialised module by module
 
-Random initialisation draws one whole parameter at a time and keeps a slice of it, so that the generator advances as on
-one process and the values are equal bit for bit.
+A parameter under zs.init, in time:
 
     whole     from its registration on, on each rank: constructors read and write it as on one process
-    cut       once _WHOLE_NBYTES of other modules' parameters are whole, or at the context's end (collective): where ranks
-              have other values, they get rank 0's
-    at rest   a write acts on each rank's slice; zs.shard refuses a parameter that ranks have written differently
+    cut       when another module registers a parameter and more than _WHOLE_NBYTES are whole, by zs.gathered and what else
+              needs sharded parameters, or at the context's end (collective): where ranks have other values, they get rank 0's
+    at rest   a write acts on each rank's slice (a random draw is of the whole, of which a slice is kept); zs.shard refuses a
+              parameter that ranks have written differently
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import os
 import threading
 import uuid
+import weakref
 import zlib
 from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
 from ..comm import backend_select
 from ..comm.base import Comm
@@ -36,6 +36,7 @@ from ..comm.process_group import talking_device
 from ..config import Config, Placement
 from ..errors import ShardedAccessError, ShardedWriteError
 from ..tensor.attributes import attributes_of, whole_now
+from ..tensor.distributed import is_distributed
 from ..tensor.home import Home
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, checksum, set_data
 from ..utils import torch_compat
@@ -52,7 +53,9 @@ if TYPE_CHECKING:
 
     from ..config import ShardOptions
 
-_WHOLE_NBYTES = 64 << 20  # bytes of parameters that may be whole beside those of the module that is being made
+_WHOLE_NBYTES = 64 << 20  # bytes of other modules' parameters that are whole when a parameter is registered: more are cut
+_ALL = 0  # no module has this id
+_LATER = ("full_tensor", "to_local")  # methods of sharded parameters; called on a whole one, they cut it
 _PROCESS = uuid.uuid4().hex  # tells, with the process's number, ranks that are threads from processes
 _numbers = itertools.count()  # number of births so far: in the same order on every rank, also if ranks are threads
 
@@ -63,7 +66,7 @@ class BirthHome(Home):
     def __init__(self, comm: Comm, name: str, numel: int) -> None:
         self.comm, self.name, self.number = comm, name, next(_numbers)
         self.origin: Origin | None = None
-        self.trace = 0  # checksum of how the program has written the slice
+        self.written = 0
         self.numel, self.part = numel, -(-numel // comm.world_size)
         self.start, self.stop = self.cut(comm.rank)
 
@@ -76,8 +79,12 @@ class BirthHome(Home):
     def traced(self) -> bool:
         return self.comm.world_size > 1 and not self.comm.imagined
 
+    @property
+    def trace(self) -> int:
+        return self.written
+
     def note(self, trace: int, anew: bool) -> None:
-        self.trace = zlib.crc32(f"{0 if anew else self.trace} {trace}".encode())
+        self.written = zlib.crc32(f"{0 if anew else self.written} {trace}".encode())
 
     def gather_local(self, local: Tensor) -> Tensor:
         return gather_flat(self.comm, local, f"full tensor of {self.name}")
@@ -85,7 +92,7 @@ class BirthHome(Home):
     def copy_of(self, param: ShardedParameter) -> ShardedParameter:
         """Return another parameter of the same value, cut alike."""
         home = BirthHome(self.comm, self.name, param.numel())
-        home.trace = self.trace
+        home.written = self.written
         return ShardedParameter(param._local.clone(), tuple(param.shape), home, param.requires_grad)
 
     def set_gradient(self, value: Tensor | None) -> None:
@@ -120,7 +127,7 @@ class BirthHome(Home):
         if not isinstance(value, ShardedTensor):
             home = BirthHome(self.comm, self.name, value.numel())
             local = value.detach().reshape(-1)[home.start : home.stop].clone()
-            home.trace = checksum(value) if home.traced else 0
+            home.written = checksum(value) if home.traced else 0
             value = ShardedTensor(local, tuple(value.shape), home)
         elif value._trace:
             value._home.note(value._trace, False)
@@ -129,56 +136,72 @@ class BirthHome(Home):
 
 
 def _stays_uncut(param: Tensor) -> bool:
-    """Return whether a parameter is not cut: on the meta device, without a shape yet, cut already, or inside zs.gathered."""
+    """Return whether a parameter is not cut: on the meta device, without a shape yet, cut already, a DTensor, inside zs.gathered."""
     uncut = (ShardedTensor, torch_compat.UninitializedTensorMixin)
-    return param.is_meta or isinstance(param, uncut) or id(param) in whole_now
+    return param.is_meta or isinstance(param, uncut) or id(param) in whole_now or is_distributed(param)
 
 
 class _Born(NamedTuple):
-    """A parameter that was registered inside of `init` and is whole. origin: the memory in which it was made."""
+    """A parameter that was registered inside of `init` and is whole. origin: the memory that it had before it was cast."""
 
-    module: nn.Module
+    module: weakref.ref[nn.Module]
     name: str
-    nbytes: int
-    origin: Origin
-
-
-class WholeParameter(nn.Parameter):
-    """A parameter inside of `init` that is not cut yet. What only sharded parameters have, and a copy, cut it (collective)."""
-
-    _is_param = True  # isinstance(p, nn.Parameter) looks here first
-
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(ShardedParameter, name) and not _here.holds:
-            cut_whole()
-        if type(self) is WholeParameter:
-            raise AttributeError(f"'Parameter' object has no attribute {name!r}")
-        return getattr(self, name)
-
-    def __deepcopy__(self, memo: dict) -> Any:  # the copy will be in a module without having been registered
-        if not _here.holds:
-            cut_whole()
-        return copy.deepcopy(self, memo) if type(self) is not WholeParameter else super().__deepcopy__(memo)
+    origin: Origin | None
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     """Note a parameter that a module registers inside of `init`: torch calls this on every thread, as long as any is inside."""
     if not _here.inits or param is None or _stays_uncut(param):
         return
-    if not _here.holds and _here.nbytes > _WHOLE_NBYTES and _nbytes(_here.born, module) > _WHOLE_NBYTES:
+    key, nbytes = id(module), _here.nbytes
+    if nbytes[_ALL] - nbytes.get(key, 0) > _WHOLE_NBYTES:
         cut_whole(module)
-    origin, wanted = Origin(param), casts_to(param.dtype, _here.inits[0][1])  # of the outermost context
+    origin, wanted = None, casts_to(param.dtype, _here.inits[0][1])  # of the outermost context
     if wanted is not param.dtype:
+        origin = Origin(param)
         set_data(param, param.detach().to(wanted))
-    if type(param) is nn.Parameter:
-        param.__class__ = WholeParameter
-    _here.born.append(_Born(module, name, param.nbytes, origin))
-    _here.nbytes += param.nbytes
+        origin.slice = torch_compat.storage_id(param.untyped_storage())
+
+    def forget(_: object) -> None:  # the module was thrown away
+        nbytes[_ALL] -= nbytes.pop(key, 0)
+
+    known = weakref.ref(module, forget)
+    for verb in _LATER:
+        param.__dict__.setdefault(verb, _Later(known, name, verb))
+    _here.born.append(_Born(known, name, origin))
+    for each in (key, _ALL):
+        nbytes[each] = nbytes.get(each, 0) + param.nbytes
 
 
-def _nbytes(born: list[_Born], around: nn.Module | None = None) -> int:
-    """Return the bytes of these parameters, without those of the module `around`."""
-    return sum(each.nbytes for each in born if each.module is not around)
+def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Note the parameters of a module that is a copy of another: `copy.deepcopy` registers none."""
+    if not _here.inits or submodule is None:
+        return
+    known = {(id(born.module()), born.name) for born in _here.born}
+    for each in submodule.modules():
+        for attribute, param in own_parameters(each).items():
+            if param is not None and not _stays_uncut(param) and (id(each), attribute) not in known:
+                _registered(each, attribute, param)
+
+
+def is_born(param: Tensor) -> bool:
+    """Return whether a parameter was made inside of `init`, and is whole."""
+    return _LATER[0] in param.__dict__
+
+
+class _Later(NamedTuple):
+    """A method that only sharded parameters have: it cuts the parameters that are whole, and calls theirs (collective)."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    verb: str
+
+    def __call__(self) -> Tensor:
+        cut_whole()
+        return getattr(own_parameters(self.module())[self.name], self.verb)()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(None), ()  # no part of a copy
 
 
 def cut_whole(around: nn.Module | None = None) -> None:
@@ -186,11 +209,14 @@ def cut_whole(around: nn.Module | None = None) -> None:
 
     around: the module whose constructor is running; its own parameters stay whole.
     """
-    if any(born.module is not around for born in _here.born):
-        now = [born for born in _here.born if born.module is not around]
-        _here.born = [born for born in _here.born if born.module is around]
-        _here.nbytes = _nbytes(_here.born)
-        _cut_present(_here.inits[0][0], [(born.module, born.name, born.origin) for born in now])
+    now = [] if _here.holds else [born for born in _here.born if born.module() is not around]
+    if now:
+        _here.born = [born for born in _here.born if born.module() is around]
+        left = _here.nbytes.get(id(around), 0)
+        _here.nbytes.clear()
+        _here.nbytes.update({id(around): left, _ALL: left})
+        places = [(module, born.name, born.origin) for born in now if (module := born.module()) is not None]
+        _cut_present(_here.inits[0][0], places)
 
 
 def cut_module(module: nn.Module, comm: Comm) -> None:
@@ -209,20 +235,23 @@ def _cut_present(comm: Comm, places: list[tuple[nn.Module, str, Origin | None]])
     cut: dict[int, nn.Parameter | None] = {}
     for module, name, param, origin in there:
         if id(param) not in cut:
-            cut[id(param)] = None if _stays_uncut(param) else _cut(comm, module, name, param, origin or Origin(param))
+            cut[id(param)] = None if _stays_uncut(param) else _cut(comm, module, name, param, origin)
         if cut[id(param)] is not None:
             own_parameters(module)[name] = cut[id(param)]
 
 
-def _cut(comm: Comm, module: nn.Module, name: str, param: nn.Parameter, origin: Origin) -> nn.Parameter:
-    """Cut a parameter, and return it: the same object where torch allows that."""
-    home, given = BirthHome(comm, f"{type(module).__name__}.{name}", param.numel()), attributes_of(param)
+def _cut(comm: Comm, module: nn.Module, name: str, param: nn.Parameter, origin: Origin | None) -> nn.Parameter:
+    """Cut a parameter, and return it: the same object."""
+    home = BirthHome(comm, f"{type(module).__name__}.{name}", param.numel())
+    given = {key: value for key, value in attributes_of(param).items() if key not in _LATER}
     local = param.detach().reshape(-1)[home.start : home.stop].clone()
+    if param.grad is not None:
+        raise ShardedAccessError(f"{home.name} takes no gradient before zs.shard(model, optimizer).")
+    if origin is None or origin.slice != torch_compat.storage_id(param.untyped_storage()):  # the program gave it other memory
+        origin = Origin(param)
     origin.slice = torch_compat.storage_id(local.untyped_storage())
     home.origin = origin
     born = ShardedParameter(local, tuple(param.shape), home, param.requires_grad)
-    if type(param) is WholeParameter:
-        param.__class__ = nn.Parameter  # type: ignore[assignment]
     if not swap(param, born):  # a weak reference, or a graph, has the user's object
         exchange(param, born)
     param.__dict__.update(given)  # the user's object is kept, so that registering it again makes a tie
@@ -236,8 +265,9 @@ def init(
     """Inside this context the parameters of modules are sharded while the model is made: no rank holds the whole model.
 
     It is for stages that shard parameters. Give the same stage (and comm) to zs.shard afterwards. All ranks enter and leave it
-    (collective). A parameter is whole until 64 MiB of later modules' parameters are, or the context ends: until then
-    constructors may write it in any way. It is then cut with rank 0's values. A write to a parameter that is cut acts on the
+    (collective). A parameter is whole when it is made, and constructors may write it in any way. It is cut, with rank 0's
+    values, when a later module registers a parameter and more than 64 MiB are whole, in `zs.gathered`, or when the context ends.
+    A write to a parameter that is cut acts on the
     slices; zs.shard raises ModelMismatch for one that ranks have written differently. Inside, torch's generators have rank 0's
     states, so that values equal, bit for bit, those of one process with rank 0's seed; the other ranks' own states return at
     the end. Parameters are made on torch's default device (`with torch.device("cuda"), zs.init(...)`); a model made on the host
@@ -259,7 +289,10 @@ def init(
             stack.enter_context(_generators_of_rank_0(group))
         with _hook.lock:
             if _hook.contexts == 0:  # one hook for all threads: torch iterates its hooks while other threads register parameters
-                _hook.handle = register_module_parameter_registration_hook(_registered)
+                _hook.handles = (
+                    register_module_parameter_registration_hook(_registered),
+                    register_module_module_registration_hook(_module_registered),
+                )
             _hook.contexts += 1
         _here.inits.append((group, dtype))
         try:
@@ -269,11 +302,14 @@ def init(
         finally:
             _here.inits.remove((group, dtype))
             if not _here.inits:  # not empty after an error
-                _here.born, _here.nbytes = [], 0
+                _here.born.clear()
+                _here.nbytes.clear()
+                _here.nbytes[_ALL] = 0
             with _hook.lock:
                 _hook.contexts -= 1
                 if _hook.contexts == 0:
-                    _hook.handle.remove()
+                    for handle in _hook.handles:
+                        handle.remove()
 
 
 @contextlib.contextmanager
@@ -303,24 +339,24 @@ def _generators_of_rank_0(comm: Comm) -> Iterator[None]:
 
 
 class _Hook:
-    """torch's hook, which notes parameters, and the number of `init` contexts, on all threads, that need it."""
+    """torch's hooks, which note parameters, and the number of `init` contexts, on all threads, that need them."""
 
     lock = threading.Lock()
     contexts = 0
-    handle: Any = None
+    handles: tuple[Any, ...] = ()
 
 
 class _Here(threading.local):
     """State of a thread. inits: the `init` contexts that it is in, as (comm, dtype), the outermost first.
 
-    born: the parameters that are whole, of `nbytes` bytes. holds: number of `whole_births` that it is in, inside of which none is
-    cut.
+    born: the parameters that are whole; nbytes: their bytes, by id of the module, and of _ALL. holds: number of `whole_births` that it is in,
+    inside of which none is cut.
     """
 
     def __init__(self) -> None:
         self.inits: list[tuple[Comm, torch.dtype | None]] = []
         self.born: list[_Born] = []
-        self.nbytes = 0
+        self.nbytes: dict[int, int] = {_ALL: 0}
         self.holds = 0
 
 

@@ -1,6 +1,6 @@
 """Changes that a program makes to a sharded model directly.
 
-It finds parameters that were added, removed or converted, and different values that ranks wrote to a replicated parameter. It
+It finds parameters that were added, removed or converted, and different values that ranks wrote to a parameter. It
 follows `requires_grad` of a trained parameter, which may be switched off and on between steps, as on one process.
 """
 
@@ -155,8 +155,8 @@ class ValueWatch:
 
     def fingerprint(self) -> int:
         """Return a checksum of the parameters that this rank has written since the last `agree`; 0 if it has written none."""
-        self._written = [(group, index) for group in self._groups for index in {*group.masters.unseen(), *group.masters.traces}]
-        return zlib.crc32(_packed(self._sums())) + 1 if self._written else 0
+        self._written = [(group, index) for group in self._groups for index in group.masters.unseen()]
+        return zlib.crc32(_packed(self._sums())) + 1 if self._written or any(g.masters.traces for g in self._groups) else 0
 
     def agree(self, fingerprints: list[int] | None = None) -> None:
         """Raise ModelMismatch on every rank if written values differ between ranks (collective).
@@ -182,27 +182,28 @@ class ValueWatch:
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
             raise ModelMismatch(
-                "ranks have written different values into parameters, or optimizer states, of which all have the same or each a part: "
+                "ranks have written different values into parameters, their optimizer states or averages: "
                 f"{', '.join(found[:5])}{more}. Write the same on every rank (same seed, or broadcast first), or in `with "
                 "zs.gathered(module, modifier_rank=0):`, which keeps what rank 0 writes. A forward that writes its parameters "
                 "(nn.Embedding(max_norm=...)) writes what its rank's batch asks for."
             )
-        for group, index in self._written:
-            group.masters.traces.pop(index, None)
-            if not group.values.sharded:  # masters follow at the next step
-                group.masters.seen(index)
+        for group in self._groups:
+            group.masters.traces.clear()
+        for group, index in self._written:  # masters follow at the next step
+            group.masters.seen(index)
 
     def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
         """Return number -> checksum of the parameters in `numbers`; if it is empty, of parameters that this rank has written."""
-        wanted = numbers or {group.specs[index].number for group, index in self._written}
+        traced = [(group, index) for group in self._groups for index, _ in group.masters.traces]
+        wanted = numbers or {group.specs[index].number for group, index in [*self._written, *traced]}
         places = [(group, index) for group in self._groups for index in range(len(group.specs))]
         return {spec.number: _state_of(group, index) for group, index in places if (spec := group.specs[index]).number in wanted}
 
 
 def _state_of(group: ParamGroup, index: int) -> int:
-    """Return a checksum of a replicated parameter, and of how slices of the parameter or of its states were written."""
-    trace = group.masters.traces.get(index, 0)
-    return trace if group.values.sharded else _checksum(group.params[index]) ^ trace
+    """Return a checksum of a replicated parameter, and of the traces of what was written."""
+    traces = sorted((what, trace) for (each, what), trace in group.masters.traces.items() if each == index)
+    return zlib.crc32(repr(traces).encode()) ^ (0 if group.values.sharded else _checksum(group.params[index]))
 
 
 def _packed(sums: dict[int, int]) -> bytes:

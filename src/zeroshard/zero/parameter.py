@@ -121,6 +121,10 @@ class ParamHome(Home):
     def traced(self) -> bool:
         return self.group.runtime is not None and self.group.runtime.values.watches(self.group)
 
+    @property
+    def trace(self) -> int:
+        return self.group.masters.traces.get((self.index, "value"), 0)
+
     def note(self, trace: int, anew: bool) -> None:
         self.group.masters.note(self.index, trace, anew)
 

@@ -52,8 +52,9 @@ def check_alike(comm: Comm, described: dict[str, list[str]], verb: str = "zs.sha
             text = "; ".join(f"rank {rank}: {', '.join(column)}" for rank, column in enumerate(columns))
             where = f"at {what} {shown[0][0]}" if what in ("parameter", "buffer") else f"in {what}s"
             raise ModelMismatch(
-                f"ranks built different models or optimizers, or gave different options. First difference, {where}: {text}. "
-                "Build the same model and optimizer, in the same order, with the same options on every rank."
+                f"{'' if verb == 'zs.shard' else f'{verb}: '}ranks built different models or optimizers, or gave different options. "
+                f"First difference, {where}: {text}. Build the same model and optimizer, in the same order, with the same options on "
+                "every rank."
             )
     raise AssertionError("digests differ, descriptions do not")
 
@@ -130,7 +131,7 @@ def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]], label: str = 
     for i in differing:
         name, tensor = tensors[i]
         data = bytes(host_bytes(tensor)) if comm.rank == 0 else b""
-        given = comm.exchange(data, f"zs.shard: values of {name}")[0]
+        given = comm.exchange(data, f"{label.partition(':')[0]}: values of {name}")[0]
         if comm.rank != 0:
             with torch.no_grad():
                 flat = torch.frombuffer(bytearray(given), dtype=tensor.dtype)
@@ -154,7 +155,7 @@ def agree_on_initial_values(
     """
     whole = [spec for spec in specs if not (spec.original.is_meta or isinstance(spec.original, ShardedTensor))]
     if parameters:
-        _refuse_other_writes(group, specs)
+        _refuse_other_writes(specs)
     if parameters and peers.world_size > group.world_size and not peers.imagined:
         uncut = [(spec.name, spec.original) for spec in whole if spec.part is None]
         sums = (
@@ -183,13 +184,14 @@ def agree_on_initial_values(
         )
 
 
-def _refuse_other_writes(group: Comm, specs: list[ParamSpec]) -> None:
+def _refuse_other_writes(specs: list[ParamSpec]) -> None:
     """Raise ModelMismatch, on all ranks, for parameters of zs.init that ranks have written differently once these were cut."""
-    traces = [getattr(spec.original._home, "trace", 0) for spec in specs if isinstance(spec.original, ShardedTensor)]
-    if not traces or group.world_size == 1 or group.imagined:
+    born = {spec.name: spec.original._home for spec in specs if isinstance(spec.original, ShardedTensor)}
+    names = [name for name, home in born.items() if home.traced]
+    if not names:
         return
-    everyone = exchange_values(group, traces, "zs.shard: compare what was written under zs.init")
-    names = [spec.name for spec in specs if isinstance(spec.original, ShardedTensor)]
+    comm = born[names[0]].comm  # all ranks of zs.init, among which parameters are cut
+    everyone = exchange_values(comm, [born[name].trace for name in names], "zs.shard: compare what was written under zs.init")
     found = [name for name, told in zip(names, zip(*everyone, strict=True), strict=True) if len(set(told)) > 1]
     if found:
         raise ModelMismatch(

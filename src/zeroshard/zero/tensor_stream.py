@@ -130,7 +130,7 @@ def put_full_tensors(
     for rest, group, index, value in writes:
         spec, piece = group.specs[index], group.homes[index].piece
         if watch.watches(group):
-            group.masters.note(index, checksum(value), False)
+            group.masters.note(index, checksum(value), True, "average")
         if not spec.absent:
             whole = value if spec.part is None else spec.part.of(value)
             rest.store(piece.shard_offset, whole.reshape(-1)[piece.start : piece.stop].to(rest.dtype))

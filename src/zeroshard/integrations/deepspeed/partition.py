@@ -29,7 +29,7 @@ from ...config import Tier
 from ...tensor.attributes import whole_now
 from ...tensor.sharded_tensor import ReplicatedParameter, ShardedParameter
 from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
-from ...zero.init_context import BirthHome, cut_module, init, whole_births
+from ...zero.init_context import BirthHome, cut_module, cut_whole, init, is_born, whole_births
 from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
@@ -62,7 +62,7 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.
 
 def is_zero_param(parameter: object) -> TypeGuard[Tensor]:
     """Return whether a parameter is partitioned."""
-    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
+    return isinstance(parameter, Tensor) and (hasattr(parameter, "ds_id") or is_born(parameter))
 
 
 # -- models that are partitioned from the start ------------------------------------------------------------------------------
@@ -160,11 +160,11 @@ class Init:
             here.inits.append(self)
             _gather_in_apply(1)
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, *failure: Any) -> None:
         if self._open:
             here.inits.remove(self)
             _gather_in_apply(-1)
-            self._suspend()
+            self._births.__exit__(*failure)  # after an error nothing is cut
             self._open = False
 
     def _resume(self) -> None:
@@ -253,6 +253,7 @@ class GatheredParameters:
     def __init__(
         self, params: object, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
+        cut_whole()
         given: Iterable[object] = [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else params
         self.params = list({id(param): param for param in given if is_zero_param(param)}.values()) if enabled else []
         self.enabled, self.src_rank = bool(self.params), modifier_rank
