@@ -110,6 +110,7 @@ def shard(
 
     Nothing is changed before all checks have passed. Source: ZeRO, arXiv 1910.02054, section 5.
     """
+    init_context.cut_whole()
     if torch.is_inference_mode_enabled():  # parameters made in inference mode could not be trained afterwards
         with torch.inference_mode(False):
             return shard(  # type: ignore[type-var]

@@ -6,7 +6,6 @@ Ranks run one after another over FakeComm where the values are random, since thr
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 import torch
@@ -114,7 +113,7 @@ def test_built_on_meta_equals_one_process_bit_for_bit(build):
 @pytest.mark.parametrize("build", [Stack, Language], **named)
 def test_born_sharded_models_train_like_others(options, build):
     """Constant values here (threads share the generator): the cut at birth and that of the units differ."""
-    batches, lock = normal_batches(2, 2, 4, 7), threading.Lock()
+    batches = normal_batches(2, 2, 4, 7)
 
     def fill(model):
         with torch.no_grad():
@@ -124,7 +123,7 @@ def test_born_sharded_models_train_like_others(options, build):
 
     def run(rank, born):
         if born:
-            with lock, zs.init(**options):  # torch's registration hooks are the process's, not the thread's
+            with zs.init(**options):
                 model = fill(build())
         else:
             model = fill(build())
@@ -327,7 +326,7 @@ def test_a_parameter_smaller_than_the_world_comes_to_its_unit():
     """Cut at birth as in its unit for one rank, otherwise for another: all gather it, or none."""
 
     def run(rank):
-        with lock, zs.init(stage=3):
+        with zs.init(stage=3):
             model = torch.nn.Sequential(torch.nn.Linear(8, 1), torch.nn.Linear(1, 1), torch.nn.Linear(1, 8))
         with torch.no_grad():
             for number, p in enumerate(model.parameters()):
@@ -335,7 +334,6 @@ def test_a_parameter_smaller_than_the_world_comes_to_its_unit():
         zs.shard(model, None, stage=3)
         return [p.unique().tolist() for p in zs.full_state_dict(model).values()]
 
-    lock = threading.Lock()
     assert run_threads(2, run) == [[[float(number + 1)] for number in range(6)]] * 2
 
 
@@ -346,6 +344,7 @@ def test_an_initialisation_reads_whole_values():
     def run(rank):
         with zs.init(stage=3):
             layer = nn.Linear(4, 3)
+            layer.weight.full_tensor()  # which cuts it
             with torch.no_grad():
                 layer.weight.copy_(values)
                 found = [

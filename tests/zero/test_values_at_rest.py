@@ -48,7 +48,7 @@ def test_ranks_that_write_different_values_are_told(stage, when, tmp_path):
                 act()
             text = str(caught.value)
             assert "blocks.1.out.weight (ranks 2 hold other values than rank 0), norm.bias (ranks 1, 2 hold" in text, text
-            assert "zs.gathered(module, write=True)" in text and "head" not in text and "embedding" not in text
+            assert "zs.gathered(module, modifier_rank=0)" in text and "head" not in text and "embedding" not in text
             assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
         with torch.no_grad():
             model.blocks[1].out.weight.fill_(0.1)
@@ -186,16 +186,6 @@ def test_a_forward_that_writes_what_its_batch_asks_for(stage):
         model(torch.arange(3) + 3 * rank).backward()
         with pytest.raises(zs.ModelMismatch, match=r"emb\.weight \(ranks 1 .*max_norm"):
             optimizer.step()
-
-    run_threads(2, run)
-
-
-def test_at_stage_3_a_write_is_of_the_whole():
-    """Each rank writes its slice of the same parameter, and all see the result: there is nothing to compare."""
-
-    def run(rank):
-        model, optimizer = zs.shard(seeded(MLP), None, stage=3)
-        assert model._zeroshard.values.fingerprint() == 0 and not model._zeroshard.values._groups
 
     run_threads(2, run)
 

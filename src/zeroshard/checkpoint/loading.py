@@ -473,6 +473,7 @@ class _Loading:
         computed = safetensors.read_computed(runtime.model, stored)
         refused = module_state.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
         for group in runtime.groups:
+            group.masters.traces.clear()
             for index in range(len(group.params)):
                 group.masters.written(index)  # streaming has written parameters and masters: neither is newer
         if self.core is not None:

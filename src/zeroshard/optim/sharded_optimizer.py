@@ -134,7 +134,7 @@ class OptimizerCore:
         watches = [core.runtime.values for core in self.allied]
         mine = struct.pack(
             f"<dd?{len(watches)}Q", total, account.weight, account.unweighted, *(watch.fingerprint() for watch in watches)
-        )  # the fingerprints show ranks that wrote different values into a replicated parameter
+        )  # the fingerprints show ranks that wrote different values
         again = "" if account.clipped is None else " anew (it was not finite, or gradients were written since)"
         parts = self.world.exchange(mine, f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}")
         everyone = [struct.unpack(f"<dd?{len(watches)}Q", part) for part in parts]

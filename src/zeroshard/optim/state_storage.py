@@ -169,6 +169,13 @@ class StateHome(DerivedHome):
         tensor._of_parameter = True  # so that writes call before_write and after_write
         return tensor
 
+    @property
+    def trace(self) -> int:
+        return self.home.group.masters.traces.get((self.home.index, "states"), 0)
+
+    def note(self, trace: int, anew: bool) -> None:
+        self.home.group.masters.note(self.home.index, trace, False, "states")
+
     def before_write(self) -> None:
         self.home.group.begin_write()
 

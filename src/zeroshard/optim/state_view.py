@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ModelClosed
-from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor, trace_of
 from ..tensor.state_column import is_column
+from ..zero.unit import ParamGroup
 from .inner_optimizer import State
 from .segments import Run
 from .state_loading import Restoring, SavedState, TensorReader, scalars_for, state_dtype
@@ -206,7 +207,15 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
                 state.tensors[key] = TensorReader(value._local, group.homes[index].start)
             else:
                 state.tensors[key] = TensorReader(value)
+    for group, index in [(each, index) for each in groups for index in range(len(each.params))]:
+        _note(core, group, index, True, sorted(states.get(id(group.params[index]), {}).items(), key=lambda item: str(item[0])))
     Restoring(core, saved).put()
+
+
+def _note(core: OptimizerCore, group: ParamGroup, index: int, anew: bool, *given: object) -> None:
+    """Note what the program has given as states, so that ranks see at the next step whether all were given the same."""
+    if core.runtime.values.watches(group):
+        group.masters.note(index, trace_of(*given), anew, "states")
 
 
 def replace(core: OptimizerCore, param: Tensor, entries: State) -> ParameterState:
@@ -222,7 +231,8 @@ def remove_entry(core: OptimizerCore, param: Tensor, key: str) -> None:
     """Remove one state of one parameter."""
     if key in _find(core, param)[0].states.load():
         core.runtime.gate.before()
-        run, _ = _alone(core, param)
+        run, index = _alone(core, param)
+        _note(core, run.group, index, False, key)
         run.states.remove(key)
         core.states_changed()
 
@@ -232,6 +242,7 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
     """Write one state of one parameter; return the entry for `optimizer.state[param]` (for a column, a view of the state)."""
     core.runtime.gate.before()
     run, index = _find(core, param)
+    _note(core, run.group, index, False, key, value)
     states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"
     was_column = key in states and run.holds(states[key])
     if is_column(value, shape) and not was_column:

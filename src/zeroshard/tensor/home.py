@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -53,6 +54,19 @@ class Home:
     def unit(self) -> str:
         """Name of the module whose forward gathers the tensor; "" where the model has no such module."""
         return ""
+
+    @property
+    def traced(self) -> bool:
+        """True if ranks compare how they have computed what they wrote: each keeps a trace, a checksum of that."""
+        return False
+
+    @property
+    def trace(self) -> int:
+        """Trace of what was written since ranks last compared; 0 if nothing was."""
+        return 0
+
+    def note(self, trace: int, anew: bool) -> None:
+        """Add a write to the trace. anew: it wrote every element, so that earlier writes no longer matter."""
 
     def before_write(self) -> None:
         """Prepare for a write to the slice of a parameter (collective where peers read the slice in place)."""
@@ -125,6 +139,17 @@ class DerivedHome(Home):
     def distributed(self) -> bool:
         return self.parent.distributed
 
+    @property
+    def traced(self) -> bool:
+        return self.parent.traced
+
+    @property
+    def trace(self) -> int:
+        return self.parent.trace
+
+    def note(self, trace: int, anew: bool) -> None:
+        self.parent.note(trace, False)
+
     def before_meeting(self, what: str) -> None:
         self.parent.before_meeting(what)
 
@@ -148,6 +173,9 @@ class RangeHome(DerivedHome):
     def undivided(self) -> bool:
         return self.parent.undivided
 
+    def note(self, trace: int, anew: bool) -> None:
+        self.parent.note(zlib.crc32(f"{self.name} {trace}".encode()), False)
+
     def before_write(self) -> None:
         self.parent.before_write()
 
@@ -168,6 +196,7 @@ class Sliced(Tensor):
     _home: Home
     _of_parameter = False  # True for a parameter, or an alias of one (p.data, p[0])
     _of_gradient = False  # True for a gradient, or an alias of one
+    _history: list[int]  # [trace] of a result, shared by its aliases
 
     @property
     def _local(self) -> Tensor:

@@ -17,6 +17,8 @@ state dicts, `numel()` and initialisation code work as on one process. Operation
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from collections.abc import Callable, Sequence
 from typing import SupportsIndex, TypeVar
 
@@ -26,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ShardedAccessError, ShardedWriteError
 from ..utils import torch_compat
-from ..utils.torch_compat import OpOverload, tree_map_only
+from ..utils.torch_compat import OpOverload, faking, tree_map_only
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import HasChunks
 from .differentiable import ReadableWhole, read
@@ -52,7 +54,7 @@ class ShardedTensor(HasChunks, HasNoMemory):
         if local is not None:
             dtype, device = local.dtype, local.device
         tensor = torch_compat.make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
-        tensor._held, tensor._home = local, home
+        tensor._held, tensor._home, tensor._history = local, home, [0]
         return tensor
 
     __torch_function__ = torch_compat.disabled_torch_function
@@ -62,6 +64,13 @@ class ShardedTensor(HasChunks, HasNoMemory):
         cls, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
+        result = cls._compute_on_slices(func, args, kwargs)
+        if func not in _UNTRACED and torch.Tag.nondeterministic_seeded not in func.tags:
+            _record_trace(func, args, kwargs, result)
+        return result
+
+    @classmethod
+    def _compute_on_slices(cls, func: OpOverload, args: tuple, kwargs: dict) -> object:
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
@@ -76,6 +85,20 @@ class ShardedTensor(HasChunks, HasNoMemory):
         if not func._schema.is_mutable and all(tensor._computed for tensor in _found(ShardedTensor, (args, kwargs))):
             return _of_whole(func, args, kwargs)
         raise _refusal(func, args, kwargs)
+
+    @property
+    def _trace(self) -> int:
+        """Checksum of how this rank has computed the tensor (see `_record_trace`); 0 for a gradient, and for what is as it was."""
+        return 0 if self._of_gradient else self._home.trace if self._of_parameter else self._history[0]
+
+    def _record(self, trace: int, anew: bool) -> None:
+        """Record how the tensor was written. anew: every element was."""
+        if self._of_parameter:
+            self._home.note(trace, anew)
+        elif anew and not isinstance(self._home, RangeHome):
+            self._history[0] = trace
+        else:
+            self._history[0] = zlib.crc32(f"{self._history[0]} {self._home.name} {trace}".encode())
 
     @property
     def _computed(self) -> bool:
@@ -262,6 +285,49 @@ def _writes_first(func: OpOverload) -> bool:
     return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
 
 
+def checksum(tensor: Tensor) -> int:
+    """Return the CRC of a tensor's elements, which are copied to the host.
+
+    Numpy is avoided: `tensor.numpy()` would mark the storage as one that can never be resized again.
+    """
+    if tensor.is_meta:
+        return 0
+    tensor = tensor.detach()
+    flat = (tensor.int_repr() if tensor.is_quantized else tensor).to("cpu").contiguous()
+    return zlib.crc32((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())) if flat.nbytes else 0
+
+
+def _record_trace(func: OpOverload, args: tuple, kwargs: dict, result: object) -> None:
+    """Record how what was written, or a result, was computed, where ranks compare that: each computes its slice by itself.
+
+    A trace is a checksum of the operation, its numbers and whole operands, and the traces of sharded operands. Two ranks, and
+    `w[100:].fill_(rank)`: the traces of w differ, though each rank has written its slice without a fault.
+    """
+    writes, anew = func._schema.is_mutable, func in _OVERWRITES
+    written = kwargs.get("out", args[0]) if writes else result
+    several = isinstance(written, (list, tuple))
+    for number, target in enumerate(written if several else [written]):  # type: ignore[arg-type]
+        if not isinstance(target, ShardedTensor) or target._of_gradient or not target._home.traced or faking():
+            continue
+        # of a list, the operands of this element
+        own = [arg[number] if several and isinstance(arg, (list, tuple)) and len(arg) == len(written) else arg for arg in args]  # type: ignore[arg-type]
+        target._record(trace_of(func._schema.name, *own[1 if anew else 0 :], *kwargs.values()), anew)
+
+
+def trace_of(*values: object) -> int:
+    """Return a checksum of numbers, strings, whole tensors, and the traces of sharded ones; of other values only the class counts."""
+    told: list[str] = []
+
+    def tell(leaf: object) -> None:
+        if isinstance(leaf, Tensor):
+            told.append(str(leaf._trace if isinstance(leaf, ShardedTensor) else checksum(leaf)))
+        else:  # devices and addresses differ between ranks
+            told.append(repr(leaf) if isinstance(leaf, (int, float, complex, str)) else type(leaf).__name__)
+
+    tree_map_only(object, tell, values)
+    return zlib.crc32(" ".join(told).encode())
+
+
 def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:
     tensors = _found(ShardedTensor, (args, kwargs))
     target = args[0] if _writes_first(func) and isinstance(args[0], Tensor) else None
@@ -284,7 +350,7 @@ def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:
 def _alias(source: ShardedTensor, held: Tensor | None, shape: tuple[int, ...], home: Home) -> ShardedTensor:
     """Return an alias, through which writes reach the parameter or gradient of its source."""
     alias = ShardedTensor(held, shape, home, dtype=source.dtype, device=source.device)
-    alias._of_parameter, alias._of_gradient = source._of_parameter, source._of_gradient
+    alias._of_parameter, alias._of_gradient, alias._history = source._of_parameter, source._of_gradient, source._history
     return alias
 
 
@@ -325,6 +391,8 @@ def _random_(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     local = target._local
     local.copy_(whole.view(-1)[target._home.start : target._home.stop])
     target._end_write(local)
+    if target._home.traced and not target._of_gradient and not faking():  # ranks may have other seeds
+        target._record(checksum(whole), anew=True)
     return target
 
 
@@ -516,5 +584,12 @@ _HANDLERS: dict[OpOverload, Callable] = {
     aten.fill_.Scalar: _elementwise,
     aten.fill_.Tensor: _elementwise,
 }
+
+_OVERWRITES = frozenset((aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor))  # write every element
+_UNTRACED = frozenset((  # aliases, results without values of operands, and draws in place, which are recorded where they are drawn
+    aten.detach.default, aten.alias.default, aten.view.default, aten.select.int, aten.slice.Tensor, aten.new_empty.default,
+    aten.new_empty_strided.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default,
+    aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, torch_compat.unscale,
+))  # fmt: skip
 
 allow_foreach(ShardedTensor, ShardedParameter)

@@ -25,7 +25,7 @@ from ..memory.ledger import GATHERED
 from ..tensor.attributes import attributes_of, whole_now
 from ..utils import torch_compat
 from ..utils.torch_compat import exchange
-from .init_context import BirthHome, whole_births, writes_of
+from .init_context import BirthHome, cut_whole, whole_births, writes_of
 from .parameter import ParamHome
 from .rank_consistency import host_bytes
 from .shard_model import write_value
@@ -50,6 +50,7 @@ def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None
     running forward that takes gradients, operations compute with the gathered parameters already, gradients included. Parameters
     that are made inside, under `zs.init`, are whole until the end.
     """
+    cut_whole()
     module = isinstance(what, nn.Module)
     if module:
         params = list(what.parameters())

@@ -1,40 +1,51 @@
 """Construction of models whose parameters are sharded from the start: no rank ever holds the whole model.
 
-    with zs.init(stage=3): model = Net()      each parameter is cut as soon as it is registered
+    with zs.init(stage=3): model = Net()      parameters are cut while the model is made, with rank 0's values
     zs.shard(meta_model, opt, weights=dir)    built on the meta device, slices streamed from safetensors
     zs.shard(meta_model, opt)                 built on the meta device, initialised module by module
 
-Random initialisation draws one whole parameter at a time and keeps a slice of it, so that the generator advances as on
-one process and the values are equal bit for bit. Peak memory: one whole parameter.
+A parameter under zs.init, in time:
+
+    whole     from its registration on, on each rank: constructors read and write it as on one process
+    cut       when another module registers a parameter and more than _WHOLE_NBYTES are whole, by zs.gathered and what else
+              needs sharded parameters, or at the context's end (collective): where ranks have other values, they get rank 0's
+    at rest   a write acts on each rank's slice (a random draw is of the whole, of which a slice is kept); zs.shard refuses a
+              parameter that ranks have written differently
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
+import uuid
+import weakref
+import zlib
 from collections.abc import Callable, Container, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
 from ..comm import backend_select
 from ..comm.base import Comm
+from ..comm.codec import exchange_values
 from ..comm.process_group import talking_device
 from ..config import Config, Placement
 from ..errors import ShardedAccessError, ShardedWriteError
 from ..tensor.attributes import attributes_of, whole_now
+from ..tensor.distributed import is_distributed
 from ..tensor.home import Home
-from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
+from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, checksum, set_data
 from ..utils import torch_compat
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name
-from ..utils.torch_compat import own_buffers, own_parameters, swap, tree_map_only
+from ..utils.torch_compat import exchange, own_buffers, own_parameters, swap, tree_map_only
 from ..utils.transformers_compat import initialiser
 from .parameter import gather_flat
-from .rank_consistency import agree_on_values
+from .rank_consistency import agree_on_values, check_alike
 from .shared_storage import Origin
 
 if TYPE_CHECKING:
@@ -42,6 +53,10 @@ if TYPE_CHECKING:
 
     from ..config import ShardOptions
 
+_WHOLE_NBYTES = 64 << 20  # bytes of other modules' parameters that are whole when a parameter is registered: more are cut
+_ALL = 0  # no module has this id
+_LATER = ("full_tensor", "to_local")  # methods of sharded parameters; called on a whole one, they cut it
+_PROCESS = uuid.uuid4().hex  # tells, with the process's number, ranks that are threads from processes
 _numbers = itertools.count()  # number of births so far: in the same order on every rank, also if ranks are threads
 
 
@@ -51,6 +66,7 @@ class BirthHome(Home):
     def __init__(self, comm: Comm, name: str, numel: int) -> None:
         self.comm, self.name, self.number = comm, name, next(_numbers)
         self.origin: Origin | None = None
+        self.written = 0
         self.numel, self.part = numel, -(-numel // comm.world_size)
         self.start, self.stop = self.cut(comm.rank)
 
@@ -59,12 +75,24 @@ class BirthHome(Home):
         start = rank * self.part
         return (start, min(start + self.part, self.numel)) if start < self.numel else (0, 0)
 
+    @property
+    def traced(self) -> bool:
+        return self.comm.world_size > 1 and not self.comm.imagined
+
+    @property
+    def trace(self) -> int:
+        return self.written
+
+    def note(self, trace: int, anew: bool) -> None:
+        self.written = zlib.crc32(f"{0 if anew else self.written} {trace}".encode())
+
     def gather_local(self, local: Tensor) -> Tensor:
         return gather_flat(self.comm, local, f"full tensor of {self.name}")
 
     def copy_of(self, param: ShardedParameter) -> ShardedParameter:
         """Return another parameter of the same value, cut alike."""
         home = BirthHome(self.comm, self.name, param.numel())
+        home.written = self.written
         return ShardedParameter(param._local.clone(), tuple(param.shape), home, param.requires_grad)
 
     def set_gradient(self, value: Tensor | None) -> None:
@@ -99,30 +127,96 @@ class BirthHome(Home):
         if not isinstance(value, ShardedTensor):
             home = BirthHome(self.comm, self.name, value.numel())
             local = value.detach().reshape(-1)[home.start : home.stop].clone()
+            home.written = checksum(value) if home.traced else 0
             value = ShardedTensor(local, tuple(value.shape), home)
+        elif value._trace:
+            value._home.note(value._trace, False)
         set_data(param, value)
         param._held, param._home = value._local, value._home  # type: ignore[attr-defined]
 
 
 def _stays_uncut(param: Tensor) -> bool:
-    """Return whether a parameter is not cut: on the meta device, without a shape yet, cut already, or inside zs.gathered."""
+    """Return whether a parameter is not cut: on the meta device, without a shape yet, cut already, a DTensor, inside zs.gathered."""
     uncut = (ShardedTensor, torch_compat.UninitializedTensorMixin)
-    return param.is_meta or isinstance(param, uncut) or id(param) in whole_now
+    return param.is_meta or isinstance(param, uncut) or id(param) in whole_now or is_distributed(param)
 
 
-def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, dtype: torch.dtype | None) -> nn.Parameter | None:
-    """Cut a parameter, and return it: the same object where torch allows that. Return None if it is not to be cut."""
-    if param is None or _stays_uncut(param):
-        return None
-    home, given = BirthHome(comm, f"{type(module).__name__}.{name}", param.numel()), attributes_of(param)
-    local = param.detach().reshape(-1)[home.start : home.stop].clone()
-    local = local.to(casts_to(local.dtype, dtype))
-    home.origin = Origin(param, local)
-    born = ShardedParameter(local, tuple(param.shape), home, param.requires_grad)
-    if swap(param, born):  # keeps the user's object, so that registering it again makes a tie
-        born = param  # type: ignore[assignment]
-    born.__dict__.update(given)
-    return born  # type: ignore[return-value]
+class _Born(NamedTuple):
+    """A parameter that was registered inside of `init` and is whole. origin: the memory that it had before it was cast."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    origin: Origin | None
+
+
+def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Note a parameter that a module registers inside of `init`: torch calls this on every thread, as long as any is inside."""
+    if not _here.inits or param is None or _stays_uncut(param):
+        return
+    key, nbytes = id(module), _here.nbytes
+    if nbytes[_ALL] - nbytes.get(key, 0) > _WHOLE_NBYTES:
+        cut_whole(module)
+    origin, wanted = None, casts_to(param.dtype, _here.inits[0][1])  # of the outermost context
+    if wanted is not param.dtype:
+        origin = Origin(param)
+        set_data(param, param.detach().to(wanted))
+        origin.slice = torch_compat.storage_id(param.untyped_storage())
+
+    def forget(_: object) -> None:  # the module was thrown away
+        nbytes[_ALL] -= nbytes.pop(key, 0)
+
+    known = weakref.ref(module, forget)
+    for verb in _LATER:
+        param.__dict__.setdefault(verb, _Later(known, name, verb))
+    _here.born.append(_Born(known, name, origin))
+    for each in (key, _ALL):
+        nbytes[each] = nbytes.get(each, 0) + param.nbytes
+
+
+def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Note the parameters of a module that is a copy of another: `copy.deepcopy` registers none."""
+    if not _here.inits or submodule is None:
+        return
+    known = {(id(born.module()), born.name) for born in _here.born}
+    for each in submodule.modules():
+        for attribute, param in own_parameters(each).items():
+            if param is not None and not _stays_uncut(param) and (id(each), attribute) not in known:
+                _registered(each, attribute, param)
+
+
+def is_born(param: Tensor) -> bool:
+    """Return whether a parameter was made inside of `init`, and is whole."""
+    return _LATER[0] in param.__dict__
+
+
+class _Later(NamedTuple):
+    """A method that only sharded parameters have: it cuts the parameters that are whole, and calls theirs (collective)."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    verb: str
+
+    def __call__(self) -> Tensor:
+        cut_whole()
+        return getattr(own_parameters(self.module())[self.name], self.verb)()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(None), ()  # no part of a copy
+
+
+def cut_whole(around: nn.Module | None = None) -> None:
+    """Cut the parameters that are whole inside of `init`, with rank 0's values (collective if there are any).
+
+    around: the module whose constructor is running; its own parameters stay whole.
+    """
+    now = [] if _here.holds else [born for born in _here.born if born.module() is not around]
+    if now:
+        _here.born = [born for born in _here.born if born.module() is around]
+        left = _here.nbytes.get(id(around), 0)
+        _here.nbytes.clear()
+        _here.nbytes.update({id(around): left, _ALL: left})
+        places = [(module, born.name, born.origin) for born in now if (module := born.module()) is not None]
+        _cut_present(_here.inits[0][0], places)
 
 
 def cut_module(module: nn.Module, comm: Comm) -> None:
@@ -130,82 +224,140 @@ def cut_module(module: nn.Module, comm: Comm) -> None:
     _cut_present(comm, [(each, name, None) for each in module.modules() for name in own_parameters(each)])
 
 
-def _cut_present(comm: Comm, places: list[tuple[nn.Module, str, torch.dtype | None]]) -> None:
+def _cut_present(comm: Comm, places: list[tuple[nn.Module, str, Origin | None]]) -> None:
     """Cut the parameters that modules have under these names, with rank 0's values (collective if any is to be cut)."""
-    there = [(m, n, own_parameters(m)[n], dtype) for m, n, dtype in places if own_parameters(m).get(n) is not None]
+    last = {(id(m), n): (m, n, origin) for m, n, origin in places}  # of a parameter that another has replaced, the other
+    there = [(m, n, own_parameters(m)[n], origin) for m, n, origin in last.values() if own_parameters(m).get(n) is not None]
     whole = {id(p): (f"{type(m).__name__}.{n}", p) for m, n, p, _ in there if not _stays_uncut(p)}
-    if whole:
-        agree_on_values(comm, list(whole.values()))
+    if whole and not comm.imagined:
+        check_alike(comm, {"parameter": [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in whole.values()]}, "zs.init")
+        agree_on_values(comm, list(whole.values()), "zs.init: compare values")
     cut: dict[int, nn.Parameter | None] = {}
-    for module, name, param, dtype in there:
+    for module, name, param, origin in there:
         if id(param) not in cut:
-            cut[id(param)] = _born(comm, module, name, param, dtype)
+            cut[id(param)] = None if _stays_uncut(param) else _cut(comm, module, name, param, origin)
         if cut[id(param)] is not None:
             own_parameters(module)[name] = cut[id(param)]
+
+
+def _cut(comm: Comm, module: nn.Module, name: str, param: nn.Parameter, origin: Origin | None) -> nn.Parameter:
+    """Cut a parameter, and return it: the same object."""
+    home = BirthHome(comm, f"{type(module).__name__}.{name}", param.numel())
+    given = {key: value for key, value in attributes_of(param).items() if key not in _LATER}
+    local = param.detach().reshape(-1)[home.start : home.stop].clone()
+    if param.grad is not None:
+        raise ShardedAccessError(f"{home.name} takes no gradient before zs.shard(model, optimizer).")
+    if origin is None or origin.slice != torch_compat.storage_id(param.untyped_storage()):  # the program gave it other memory
+        origin = Origin(param)
+    origin.slice = torch_compat.storage_id(local.untyped_storage())
+    home.origin = origin
+    born = ShardedParameter(local, tuple(param.shape), home, param.requires_grad)
+    if not swap(param, born):  # a weak reference, or a graph, has the user's object
+        exchange(param, born)
+    param.__dict__.update(given)  # the user's object is kept, so that registering it again makes a tie
+    return param
 
 
 @contextlib.contextmanager
 def init(
     config: Config | None = None, *, comm: object = None, dtype: torch.dtype | None = None, **options: Unpack[ShardOptions]
 ) -> Iterator[None]:
-    """Inside this context each parameter is sharded as soon as it is made, so that no rank holds the whole model.
+    """Inside this context the parameters of modules are sharded while the model is made: no rank holds the whole model.
 
-    It is for stages that shard parameters. Give the same stage (and comm) to zs.shard afterwards. Every rank must have the same
-    seed here; values then equal, bit for bit, those of one process with that seed. Parameters are made on torch's default device
-    (`with torch.device("cuda"), zs.init(...)`); a model made on the host can be moved by `model.cuda()` before zs.shard. Source:
-    ZeRO-Infinity, arXiv 2104.07857, section 7.2.
+    It is for stages that shard parameters. Give the same stage (and comm) to zs.shard afterwards. All ranks enter and leave it
+    (collective). A parameter is whole when it is made, and constructors may write it in any way. It is cut, with rank 0's
+    values, when a later module registers a parameter and more than 64 MiB are whole, in `zs.gathered`, or when the context ends.
+    A write to a parameter that is cut acts on the
+    slices; zs.shard raises ModelMismatch for one that ranks have written differently. Inside, torch's generators have rank 0's
+    states, so that values equal, bit for bit, those of one process with rank 0's seed; the other ranks' own states return at
+    the end. Parameters are made on torch's default device (`with torch.device("cuda"), zs.init(...)`); a model made on the host
+    can be moved by `model.cuda()` before zs.shard. Source: ZeRO-Infinity, arXiv 2104.07857, section 7.2.
 
     Args:
         dtype: dtype of floating-point parameters, in which they are initialised; None: as the model makes them.
+
+    Raises:
+        ModelMismatch: ranks make other parameters than rank 0 (on all ranks).
     """
     config = Config.build(config, **options)
     group = backend_select.current(comm, talking_device(torch.get_default_device()), config.stall_timeout_s)  # type: ignore[arg-type]
     if config.row.parameter is not Placement.SHARDED:
         yield
         return
-    with _hook.lock:
-        if _hook.contexts == 0:  # one hook for all threads: torch iterates its hooks while other threads register parameters
-            _hook.handle = register_module_parameter_registration_hook(_cut_registered)
-        _hook.contexts += 1
-    _here.inits.append((group, dtype))
+    with contextlib.ExitStack() as stack:
+        if not _here.inits:
+            stack.enter_context(_generators_of_rank_0(group))
+        with _hook.lock:
+            if _hook.contexts == 0:  # one hook for all threads: torch iterates its hooks while other threads register parameters
+                _hook.handles = (
+                    register_module_parameter_registration_hook(_registered),
+                    register_module_module_registration_hook(_module_registered),
+                )
+            _hook.contexts += 1
+        _here.inits.append((group, dtype))
+        try:
+            yield
+            if len(_here.inits) == 1:
+                cut_whole()
+        finally:
+            _here.inits.remove((group, dtype))
+            if not _here.inits:  # not empty after an error
+                _here.born.clear()
+                _here.nbytes.clear()
+                _here.nbytes[_ALL] = 0
+            with _hook.lock:
+                _hook.contexts -= 1
+                if _hook.contexts == 0:
+                    for handle in _hook.handles:
+                        handle.remove()
+
+
+@contextlib.contextmanager
+def _generators_of_rank_0(comm: Comm) -> Iterator[None]:
+    """Give torch's generators of all ranks rank 0's states; the end restores those of the other ranks (collective)."""
+    if comm.world_size == 1 or comm.imagined:
+        yield
+        return
+    generators = [torch.default_generator]
+    if comm.device.type == "cuda":
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    mine = [generator.get_state() for generator in generators]
+    said = b"".join(bytes(state.numpy()) for state in mine)
+    everyone = exchange_values(comm, (zlib.crc32(said), os.getpid(), _PROCESS), "zs.init: seeds")
+    if len({told[0] for told in everyone}) == 1 or len({told[1:] for told in map(tuple, everyone)}) < len(everyone):
+        yield  # all are equal already; or ranks are threads, which share their process's generator
+        return
+    given = comm.exchange(said if comm.rank == 0 else b"", "zs.init: the generators of rank 0")[0]
+    for generator, state in zip(generators, mine, strict=True):
+        generator.set_state(torch.frombuffer(bytearray(given[: state.numel()]), dtype=torch.uint8))
+        given = given[state.numel() :]
     try:
         yield
     finally:
-        _here.inits.remove((group, dtype))
-        with _hook.lock:
-            _hook.contexts -= 1
-            if _hook.contexts == 0:
-                _hook.handle.remove()
-
-
-def _cut_registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
-    """Cut a parameter that a module registers inside of `init`: torch calls this on every thread, as long as any is inside."""
-    if not _here.inits:
-        return None
-    comm, dtype = _here.inits[0]  # the outermost context; what it has cut, an inner one would leave as it is
-    if _here.late is None:
-        return _born(comm, module, name, param, dtype)
-    _here.late.append((comm, module, name, dtype))
-    return None
+        for generator, state in zip(generators if comm.rank != 0 else [], mine, strict=False):
+            generator.set_state(state)
 
 
 class _Hook:
-    """torch's hook, which cuts parameters, and the number of `init` contexts, on all threads, that need it."""
+    """torch's hooks, which note parameters, and the number of `init` contexts, on all threads, that need them."""
 
     lock = threading.Lock()
     contexts = 0
-    handle: Any = None
+    handles: tuple[Any, ...] = ()
 
 
 class _Here(threading.local):
-    """State of a thread. inits: the `init` contexts that it is in, as (comm, dtype).
+    """State of a thread. inits: the `init` contexts that it is in, as (comm, dtype), the outermost first.
 
-    late: parameters that it cuts at the end of `whole_births`, as (comm, module, name, dtype); None outside of it.
+    born: the parameters that are whole; nbytes: their bytes, by id of the module, and of _ALL. holds: number of `whole_births` that it is in,
+    inside of which none is cut.
     """
 
     def __init__(self) -> None:
         self.inits: list[tuple[Comm, torch.dtype | None]] = []
-        self.late: list[tuple[Comm, nn.Module, str, torch.dtype | None]] | None = None
+        self.born: list[_Born] = []
+        self.nbytes: dict[int, int] = {_ALL: 0}
+        self.holds = 0
 
 
 _hook, _here = _Hook(), _Here()
@@ -217,17 +369,13 @@ def whole_births() -> Iterator[None]:
 
     Inside zs.gathered a program makes new parameters of gathered ones, and computes with both (torch.nn.utils.weight_norm).
     """
-    if _here.late is not None:  # the outermost `whole_births` cuts them
-        yield
-        return
-    _here.late = []
+    _here.holds += 1
     try:
         yield
-        late = _here.late
     finally:
-        _here.late = None
-    for comm in {id(each[0]): each[0] for each in late}.values():
-        _cut_present(comm, [(module, name, dtype) for group, module, name, dtype in late if group is comm])
+        _here.holds -= 1
+    if not _here.holds:  # the outermost `whole_births` cuts them
+        cut_whole()
 
 
 def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], stored: Container[str] | None) -> None:

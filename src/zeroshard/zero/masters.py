@@ -6,6 +6,7 @@ follow                  masters w0 [w1] w2      copied before each step and befo
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -23,6 +24,7 @@ class Masters:
 
     rest: masters of the shard or, if `whole`, of the whole buffer; None if the optimizer steps the values themselves.
     dirty: parameters written since the last `follow`. versions: last known version counters of replicated parameters.
+    traces: (parameter, "value", "states" or "average") -> trace of what the program has written since ranks last compared.
     """
 
     def __init__(self, group: ParamGroup) -> None:
@@ -31,6 +33,7 @@ class Masters:
         self.whole = False  # the optimizer is replicated, and steps the whole buffer
         self.dirty: set[int] = set()
         self.versions: list[int] = []
+        self.traces: dict[tuple[int, str], int] = {}
 
     @property
     def stepped(self) -> Rest:
@@ -78,6 +81,10 @@ class Masters:
         pairs = zip(self.group.params, self.versions, strict=False)  # `versions` is empty for a sharded group
         return [index for index, (param, version) in enumerate(pairs) if torch_compat.version(param) != version]
 
+    def note(self, index: int, trace: int, anew: bool, what: str = "value") -> None:
+        """Add a write to `traces`; anew: it wrote every element, so that earlier ones no longer matter."""
+        self.traces[index, what] = zlib.crc32(f"{0 if anew else self.traces.get((index, what), 0)} {trace}".encode())
+
     def seen(self, index: int) -> None:
         """Mark a parameter as written, so that the next `follow` updates its master."""
         self.versions[index] = torch_compat.version(self.group.params[index])
@@ -100,7 +107,8 @@ class Masters:
         self.dirty.clear()
 
     def written(self, index: int) -> None:
-        """Record that a parameter and its master have been written with the same value."""
+        """Record that a parameter and its master have been written with the same value, on all ranks."""
+        self.traces.pop((index, "value"), None)
         if self.versions:
             self.versions[index] = torch_compat.version(self.group.params[index])
         self.dirty.discard(index)

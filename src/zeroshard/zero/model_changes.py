@@ -1,6 +1,6 @@
 """Changes that a program makes to a sharded model directly.
 
-It finds parameters that were added, removed or converted, and different values that ranks wrote to a replicated parameter. It
+It finds parameters that were added, removed or converted, and different values that ranks wrote to a parameter. It
 follows `requires_grad` of a trained parameter, which may be switched off and on between steps, as on one process.
 """
 
@@ -136,29 +136,34 @@ class Freezing:
 
 
 class ValueWatch:
-    """Detects, at the next exchange of ranks, that they have written different values to a replicated parameter at rest.
+    """Detects, at the next exchange of ranks, that they have written different values to a parameter at rest.
 
-    It compares version counters, and adds a number to a message that is sent in any case. Values are read only if written.
+    Of replicated parameters it compares version counters, then values. Where each rank writes a slice it compares how the whole
+    was computed (`traces`). It adds a number to a message that is sent in any case. Values are read only if written.
     """
 
     def __init__(self, comm: DirectComm, groups: list[ParamGroup]) -> None:
         self.comm = comm
         alone = comm.world_size == 1 or comm.imagined
         # of experts data-parallel ranks hold different ones
-        self._groups = [group for group in groups if not (group.values.sharded or alone or group.topology.cut)]
+        self._groups = [group for group in groups if not (alone or group.topology.cut)]
         self._written: list[tuple[ParamGroup, int]] = []
+
+    def watches(self, group: ParamGroup) -> bool:
+        """Return whether ranks compare what they write to the group's parameters and states."""
+        return group in self._groups
 
     def fingerprint(self) -> int:
         """Return a checksum of the parameters that this rank has written since the last `agree`; 0 if it has written none."""
         self._written = [(group, index) for group in self._groups for index in group.masters.unseen()]
-        return zlib.crc32(_packed(self._sums())) + 1 if self._written else 0
+        return zlib.crc32(_packed(self._sums())) + 1 if self._written or any(g.masters.traces for g in self._groups) else 0
 
     def agree(self, fingerprints: list[int] | None = None) -> None:
         """Raise ModelMismatch on every rank if written values differ between ranks (collective).
 
         fingerprints: the fingerprint of each rank, if they were exchanged already.
         """
-        if not self._groups:  # no replicated parameter, or a world of one
+        if not self._groups:  # a world of one
             return
         if fingerprints is None:
             mine = struct.pack("<Q", self.fingerprint())
@@ -177,19 +182,28 @@ class ValueWatch:
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
             raise ModelMismatch(
-                "ranks have written different values into parameters that are the same on all of them: "
+                "ranks have written different values into parameters, their optimizer states or averages: "
                 f"{', '.join(found[:5])}{more}. Write the same on every rank (same seed, or broadcast first), or in `with "
-                "zs.gathered(module, write=True):`, which compares at once. A forward that writes its parameters "
+                "zs.gathered(module, modifier_rank=0):`, which keeps what rank 0 writes. A forward that writes its parameters "
                 "(nn.Embedding(max_norm=...)) writes what its rank's batch asks for."
             )
+        for group in self._groups:
+            group.masters.traces.clear()
         for group, index in self._written:  # masters follow at the next step
             group.masters.seen(index)
 
     def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
         """Return number -> checksum of the parameters in `numbers`; if it is empty, of parameters that this rank has written."""
-        wanted = numbers or {group.specs[index].number for group, index in self._written}
-        named = [(s.number, p) for g in self._groups for s, p in zip(g.specs, g.params, strict=True)]
-        return {number: _checksum(param) for number, param in named if number in wanted}
+        traced = [(group, index) for group in self._groups for index, _ in group.masters.traces]
+        wanted = numbers or {group.specs[index].number for group, index in [*self._written, *traced]}
+        places = [(group, index) for group in self._groups for index in range(len(group.specs))]
+        return {spec.number: _state_of(group, index) for group, index in places if (spec := group.specs[index]).number in wanted}
+
+
+def _state_of(group: ParamGroup, index: int) -> int:
+    """Return a checksum of a replicated parameter, and of the traces of what was written."""
+    traces = sorted((what, trace) for (each, what), trace in group.masters.traces.items() if each == index)
+    return zlib.crc32(repr(traces).encode()) ^ (0 if group.values.sharded else _checksum(group.params[index]))
 
 
 def _packed(sums: dict[int, int]) -> bytes:

@@ -117,6 +117,17 @@ class ParamHome(Home):
         """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
         return self.group.gradients.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
 
+    @property
+    def traced(self) -> bool:
+        return self.group.runtime is not None and self.group.runtime.values.watches(self.group)
+
+    @property
+    def trace(self) -> int:
+        return self.group.masters.traces.get((self.index, "value"), 0)
+
+    def note(self, trace: int, anew: bool) -> None:
+        self.group.masters.note(self.index, trace, anew)
+
     def before_write(self) -> None:
         self.group.begin_write()
         self.group.unit.writes += 1

@@ -18,7 +18,7 @@ from ..comm.base import Comm
 from ..comm.codec import exchange_values
 from ..config import Config, Offload
 from ..errors import ModelMismatch
-from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor, checksum
 from .auto_wrap import find_blocks
 from .parameter import ParamSpec
 
@@ -37,12 +37,12 @@ def check_same_model(
         check_alike(comm, _described(model, specs, config, optimizer, mesh))
 
 
-def check_alike(comm: Comm, described: dict[str, list[str]]) -> None:
+def check_alike(comm: Comm, described: dict[str, list[str]], verb: str = "zs.shard") -> None:
     """Raise ModelMismatch on every rank if ranks' descriptions differ (collective). described: texts, by kind."""
     digest = hashlib.sha256(repr(described).encode()).digest()  # 32 bytes; descriptions travel only where they differ
-    if len(set(comm.exchange(digest, "zs.shard: compare models"))) == 1:
+    if len(set(comm.exchange(digest, f"{verb}: compare models"))) == 1:
         return
-    everyone = exchange_values(comm, described, "zs.shard: find difference")
+    everyone = exchange_values(comm, described, f"{verb}: find difference")
     for what in described:
         rows = zip_longest(*(rank[what] for rank in everyone), fillvalue=f"no such {what}")
         differing = [(position, row) for position, row in enumerate(rows) if len(set(row)) > 1]
@@ -52,8 +52,9 @@ def check_alike(comm: Comm, described: dict[str, list[str]]) -> None:
             text = "; ".join(f"rank {rank}: {', '.join(column)}" for rank, column in enumerate(columns))
             where = f"at {what} {shown[0][0]}" if what in ("parameter", "buffer") else f"in {what}s"
             raise ModelMismatch(
-                f"ranks built different models or optimizers, or gave different options. First difference, {where}: {text}. "
-                "Build the same model and optimizer, in the same order, with the same options on every rank."
+                f"{'' if verb == 'zs.shard' else f'{verb}: '}ranks built different models or optimizers, or gave different options. "
+                f"First difference, {where}: {text}. Build the same model and optimizer, in the same order, with the same options on "
+                "every rank."
             )
     raise AssertionError("digests differ, descriptions do not")
 
@@ -120,17 +121,17 @@ def optimizer_groups(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
     return {id(param): number for number, group in enumerate(groups) for param in group["params"]}
 
 
-def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
+def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]], label: str = "zs.shard: compare values") -> list[str]:
     """Copy rank 0's values to ranks whose values differ (collective); return the names that differed. tensors: whole ones."""
     if comm.world_size == 1 or comm.imagined:
         return []
-    sums = [zlib.crc32(host_bytes(tensor)) for _, tensor in tensors]
-    everyone = exchange_values(comm, sums, "zs.shard: compare values")
+    sums = [checksum(tensor) for _, tensor in tensors]
+    everyone = exchange_values(comm, sums, label)
     differing = [i for i in range(len(tensors)) if len({sums[i] for sums in everyone}) > 1]
     for i in differing:
         name, tensor = tensors[i]
         data = bytes(host_bytes(tensor)) if comm.rank == 0 else b""
-        given = comm.exchange(data, f"zs.shard: values of {name}")[0]
+        given = comm.exchange(data, f"{label.partition(':')[0]}: values of {name}")[0]
         if comm.rank != 0:
             with torch.no_grad():
                 flat = torch.frombuffer(bytearray(given), dtype=tensor.dtype)
@@ -153,6 +154,8 @@ def agree_on_initial_values(
         ModelMismatch: parameters differ along model axes (on all ranks).
     """
     whole = [spec for spec in specs if not (spec.original.is_meta or isinstance(spec.original, ShardedTensor))]
+    if parameters:
+        _refuse_other_writes(specs)
     if parameters and peers.world_size > group.world_size and not peers.imagined:
         uncut = [(spec.name, spec.original) for spec in whole if spec.part is None]
         sums = (
@@ -178,6 +181,23 @@ def agree_on_initial_values(
             f"zeroshard: ranks had different initial values ({len(differing)} tensors, first {differing[0]}): all ranks have those of "
             "rank 0 now",
             file=sys.stderr,
+        )
+
+
+def _refuse_other_writes(specs: list[ParamSpec]) -> None:
+    """Raise ModelMismatch, on all ranks, for parameters of zs.init that ranks have written differently once these were cut."""
+    born = {spec.name: spec.original._home for spec in specs if isinstance(spec.original, ShardedTensor)}
+    names = [name for name, home in born.items() if home.traced]
+    if not names:
+        return
+    comm = born[names[0]].comm  # all ranks of zs.init, among which parameters are cut
+    everyone = exchange_values(comm, [born[name].trace for name in names], "zs.shard: compare what was written under zs.init")
+    found = [name for name, told in zip(names, zip(*everyone, strict=True), strict=True) if len(set(told)) > 1]
+    if found:
+        raise ModelMismatch(
+            f"ranks have written different values into {', '.join(found[:5])}{' ...' * (len(found) > 5)} after zs.init had cut it: each "
+            "rank would hold a part of another model. Write the same on every rank (same seed), or let one rank write: `with "
+            "zs.gathered(module, modifier_rank=0):`."
         )
 
 

@@ -520,6 +520,7 @@ def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
         group.values.views[index].copy_(_whole_of(value))
     masters = group.masters
     masters.dirty.discard(index)  # values and masters get the same write
+    masters.traces.pop((index, "value"), None)
     if masters.rest is not None:
         masters.rest.store(masters.range(index)[0], _whole_of(value).reshape(-1) if masters.whole else piece)
 

@@ -66,13 +66,15 @@ def _extent(memory: Hashable, start: int, tensor: Tensor) -> Extent:
 
 
 class Origin:
-    """Memory from which a parameter was cut under zs.init. Its weak reference keeps the storage's identity from being reused."""
+    """Memory from which a parameter was cut under zs.init. Its weak reference keeps the storage's identity from being reused.
 
-    def __init__(self, whole: Tensor, local: Tensor) -> None:
-        """local: this rank's slice, copied from `whole`; the origin is valid while the parameter holds this slice."""
+    slice: identity of the memory of this rank's slice; the origin is valid while the parameter holds this slice.
+    """
+
+    def __init__(self, whole: Tensor) -> None:
         self._storage = StorageWeakRef(whole.untyped_storage())
         self.extent = extent_in_storage(whole)
-        self.slice = torch_compat.storage_id(local.untyped_storage())
+        self.slice: int | None = None
 
 
 def extent_in_storage(tensor: Tensor) -> Extent:

@@ -20,6 +20,7 @@ from ..config import Placement
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GATHERED
 from ..offload.storage import Rest
+from ..tensor.sharded_tensor import checksum
 from ..tensor.tiled_parameter import Part, parts_in, whole_name
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name, own_state
@@ -111,7 +112,7 @@ def put_full_tensors(
     model: nn.Module, target: Callable[[ParamGroup], Rest | None], given: Mapping[str, Tensor], verb: str
 ) -> None:
     """Write this rank's slices of whole tensors into `target(group)`, which holds its shard of the group; None: of a group left as
-    it is (not collective).
+    it is (not collective; the next step refuses values that ranks give differently).
 
     Raise ConfigError, which begins with `verb`, if a tensor is missing or has another shape; nothing was written then.
     """
@@ -131,8 +132,11 @@ def put_full_tensors(
                 f"{verb}: {item.names[0]}: expected a tensor of shape {item.shape}, got {got}. Nothing was changed."
             )
         writes += [(rest, group, index, value) for rest, group, index in taken if value is not None]
+    watch = runtime_of(model).values
     for rest, group, index, value in writes:
         spec, piece = group.specs[index], group.homes[index].piece
+        if watch.watches(group):
+            group.masters.note(index, checksum(value), True, "average")
         if not spec.absent:
             whole = value if spec.part is None else spec.part.of(value)
             rest.store(piece.shard_offset, whole.reshape(-1)[piece.start : piece.stop].to(rest.dtype))

@@ -16,7 +16,6 @@ import functools
 import os
 import threading
 import types
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -25,13 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import backend_select
-from ...comm.base import DirectComm
 from ...comm.process_group import talking_device
 from ...config import Tier
 from ...tensor.attributes import whole_now
 from ...tensor.sharded_tensor import ReplicatedParameter, ShardedParameter
 from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
-from ...zero.init_context import BirthHome, cut_module, init, whole_births
+from ...zero.init_context import BirthHome, cut_module, cut_whole, init, is_born, whole_births
 from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
@@ -64,7 +62,7 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.
 
 def is_zero_param(parameter: object) -> TypeGuard[Tensor]:
     """Return whether a parameter is partitioned."""
-    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
+    return isinstance(parameter, Tensor) and (hasattr(parameter, "ds_id") or is_born(parameter))
 
 
 # -- models that are partitioned from the start ------------------------------------------------------------------------------
@@ -92,7 +90,7 @@ class Init:
         tensor_overrides: Collection[DeepSpeedTensorOverride] | None = DEFAULT_TENSOR_OVERRIDES,
     ) -> None:  # fmt: skip
         self.enabled, self.module = enabled, module
-        self._open: contextlib.ExitStack | None = None
+        self._open = False
         if not enabled:
             return
         given = config if config_dict_or_path is None else config_dict_or_path
@@ -157,20 +155,17 @@ class Init:
 
     def __enter__(self) -> None:
         if self.enabled and self.partitions:
-            self._open = contextlib.ExitStack()
-            if not here.inits:
-                self._open.enter_context(_seed_of_rank_0(self._comm))
+            self._open = True
             self._resume()
             here.inits.append(self)
             _gather_in_apply(1)
 
-    def __exit__(self, *failure: object) -> None:
-        if self._open is not None:
+    def __exit__(self, *failure: Any) -> None:
+        if self._open:
             here.inits.remove(self)
             _gather_in_apply(-1)
-            self._suspend()
-            self._open.close()
-            self._open = None
+            self._births.__exit__(*failure)  # after an error nothing is cut
+            self._open = False
 
     def _resume(self) -> None:
         self._births = contextlib.ExitStack()
@@ -244,29 +239,6 @@ def _contradicting_single_rank_pg_error(
     )
 
 
-@contextlib.contextmanager
-def _seed_of_rank_0(comm: DirectComm) -> Iterator[None]:
-    """Context in which torch's generators of all ranks have rank 0's states; its end restores each rank's own (collective)."""
-    generators = [torch.default_generator]
-    if comm.device.type == "cuda":
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    mine = [generator.get_state() for generator in generators]
-    said = b"".join(bytes(state.numpy()) for state in mine)
-    sums = comm.exchange(zlib.crc32(said).to_bytes(4, "little"), "zero.Init: seeds")  # send the states only if they differ
-    if len(set(sums)) == 1:
-        yield
-        return
-    given = comm.exchange(said if comm.rank == 0 else b"", "zero.Init: the generators of rank 0")[0]
-    for generator, state in zip(generators, mine, strict=True):
-        generator.set_state(torch.frombuffer(bytearray(given[: state.numel()]), dtype=torch.uint8))
-        given = given[state.numel() :]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, mine, strict=True):
-            generator.set_state(state)
-
-
 # -- parameters that are gathered for a while -----------------------------------------------------------------------------
 
 
@@ -281,6 +253,7 @@ class GatheredParameters:
     def __init__(
         self, params: object, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
+        cut_whole()
         given: Iterable[object] = [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else params
         self.params = list({id(param): param for param in given if is_zero_param(param)}.values()) if enabled else []
         self.enabled, self.src_rank = bool(self.params), modifier_rank
