@@ -323,6 +323,30 @@ def dies_with(group: dist.ProcessGroup) -> object:
     return dist.distributed_c10d._world.pg_map[group][1] or group  # its store
 
 
+@functools.cache
+def mend_dtensors() -> None:
+    """Let DTensors of torch < 2.13 do what later ones do, in the whole process.
+
+    A tensor gathered from unequal shards is contiguous, as its DTensor says. A split factor that is no order of mesh axes (the maps
+    of a packed weight) is redistributed step by step.
+    """
+    if torch.__version__ >= "2.13":
+        return
+    from torch.distributed.tensor import Shard, _redistribute
+
+    planner: Any = _redistribute.DTensorRedistributePlanner
+    unpad, plan = Shard._maybe_unpad_tensor, planner.generate_graph_based_transform_infos
+
+    def stepwise(self: Any, source: Any, target: Any, shape: tuple[int, ...]) -> list:
+        try:
+            return plan(self, source, target, shape)
+        except ValueError:
+            return self.generate_greedy_transform_infos(source, target)
+
+    planner.generate_graph_based_transform_infos = stepwise
+    Shard._maybe_unpad_tensor = lambda *args: unpad(*args).contiguous()  # type: ignore[method-assign]
+
+
 def clear_sharding_caches() -> None:
     """Clear DTensor's caches of sharding propagation."""
     from torch.distributed.tensor import debug
