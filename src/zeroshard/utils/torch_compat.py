@@ -228,6 +228,8 @@ forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")  # module -> 
 state_dict_hooks = attrgetter("_state_dict_hooks", "_load_state_dict_pre_hooks", "_state_dict_pre_hooks")  # module -> three
 OWN_UNSCALING = "_step_supports_amp_scaling"  # attribute of an optimizer whose step divides gradients by GradScaler's scale
 STEP_METHODS = ("step", "_init_group")  # methods of an optimizer that determine its step
+# classes that make states in their constructor alone, and fail on a parameter that comes later
+EARLY_STATES = torch.optim.Adagrad if torch.__version__ < "2.13" else ()
 NormBase = nn.modules.batchnorm._NormBase  # batch and instance norms
 # decorator, as torch.compiler.disable, which imports torch._dynamo (1.5 s) where it decorates; this one does at the first call
 disable_dynamo = torch._disable_dynamo
