@@ -150,10 +150,11 @@ class _Stage(PipelineStage):
 class _OldStage(_Stage):
     """The stage for torch < 2.13, which compares strides with the first batch's and expects a gradient of all that it receives."""
 
-    def _validate_fwd_input(self, *_: object) -> None:
+    def _nothing(self, *_: object) -> None:
         """Do nothing: `Pipeline._run` compares shapes and dtypes."""
 
-    _validate_fwd_outputs = _validate_fwd_input
+    _validate_fwd_input: Any = _nothing
+    _validate_fwd_outputs: Any = _nothing
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Return torch's first messages without those to this rank itself (V schedules), which gloo can not send."""
@@ -163,15 +164,16 @@ class _OldStage(_Stage):
         training, self.has_backward = self.has_backward, False  # it lets integers (masks) require gradients, which raises
         result = super()._prepare_forward_infra(*args, **kwargs)
         self.has_backward = training
-        for info in sum(self.args_recv_info.values(), ()) if training and not self.is_first else ():
-            info.buffer.requires_grad_(info.buffer.is_floating_point())
+        received: list[Any] = [] if self.is_first else [info for each in self.args_recv_info.values() for info in each]
+        for info in received:
+            info.buffer.requires_grad_(training and info.buffer.is_floating_point())
         return result
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:  # zeros for what has no gradient; the stage before skips those of integers
-            grads, infos = self.bwd_cache[bwd_chunk_id], self.args_recv_info[bwd_chunk_id]
-            filled = (torch.zeros_like(i.buffer) if g is None else g for g, i in zip(grads, infos, strict=False))
-            self.bwd_cache[bwd_chunk_id] = tuple(filled)
+            given: tuple[Any, ...] = self.args_recv_info[bwd_chunk_id]
+            grads = zip(self.bwd_cache[bwd_chunk_id], given, strict=False)
+            self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros_like(at.buffer) if grad is None else grad for grad, at in grads)
         return super().get_bwd_send_ops(bwd_chunk_id)
 
 
