@@ -49,6 +49,8 @@ Result = TypeVar("Result")
 def run_threads(world_size: int, fn: Callable[..., Result], *args: object, timeout_s: float = 300.0) -> list[Result]:
     """Run fn(rank, *args) in `world_size` threads; return the results, or raise the first rank's error or TimeoutError."""
     give_threads_their_own_parametrizations()
+    with torch_compat.FakeTensorMode() if torch.__version__ < "2.13" else contextlib.nullcontext():
+        pass  # without a GPU, older ones keep the guard that the first fake mode sets for as long as its thread lives, and then crash
     shared = ThreadWorld(world_size)
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}

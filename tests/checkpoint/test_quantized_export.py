@@ -257,6 +257,8 @@ def test_matrices_that_are_no_linear_modules_are_not_quantized(tmp_path):
 
 @pytest.mark.parametrize(("form", "tied", "most"), [("int8", False, 0.02), ("int8", True, 0.02), ("fp8", False, 0.05)])
 def test_transformers_loads_it_and_logits_are_near(form, tied, most, tmp_path):
+    from compressed_tensors.quantization import disable_quantization
+
     transformers = save_llama(tmp_path / "run", tied)
     zs.export(tmp_path / "run", tmp_path / "plain")
     zs.export(tmp_path / "run", tmp_path / "out", quantize=form)
@@ -273,4 +275,5 @@ def test_transformers_loads_it_and_logits_are_near(form, tied, most, tmp_path):
                 code, scale = plain(linear.weight, form)
                 linear.weight.copy_(code.float() * scale)
         whole = load(tmp_path / "out", quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
+        whole.apply(disable_quantization)  # in Transformers 5.20 its maps go on rounding their inputs
         torch.testing.assert_close(whole(TEXT).logits, exact(TEXT).logits, rtol=1e-6, atol=1e-7)

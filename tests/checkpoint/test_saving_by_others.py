@@ -21,6 +21,7 @@ import zeroshard as zs
 from zeroshard.comm.launch import run_processes
 
 transformers = pytest.importorskip("transformers")
+extract_model_from_parallel = pytest.importorskip("accelerate.utils").extract_model_from_parallel  # which save_pretrained calls
 
 
 def tied_gpt2():
@@ -158,6 +159,10 @@ def test_the_remedies_write_what_one_process_would(tmp_path):
 def test_a_compiled_model_is_saved_as_the_model_that_it_is(tmp_path, wrap):
     """Whole or a block of it: from_pretrained finds every weight, and reads what zs.save_safetensors and zs.export write."""
     base = seeded(tied_gpt2)
+    try:
+        extract_model_from_parallel(wrap(copy.deepcopy(base)))
+    except KeyError:
+        pytest.skip("this Accelerate fails on a compiled block of any model")
 
     def run(rank):
         model, _ = zs.shard(wrap(copy.deepcopy(base)), stage=3)

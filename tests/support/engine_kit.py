@@ -33,7 +33,7 @@ class Net(nn.Module):
     def forward(self, x, y=None):
         x = x.to(self.first.weight.dtype)  # DeepSpeed casts no inputs
         out = self.last(self.blocks(torch.tanh(self.first(x))))
-        return out if y is None else nn.functional.mse_loss(out, y)
+        return out if y is None else nn.functional.mse_loss(out.to(y.dtype), y)  # torch 2.11 wants one dtype
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .arguments import UsageError
 from .sheets import drawn
@@ -155,7 +155,7 @@ def plot(records: list[dict[str, Any]], baselines: Mapping[str, float]) -> "Figu
     steps = [row for row in records if "loss" in row]
     looks = [row for row in records if "held_out_bits_per_byte" in row]
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    left, right = cast(Any, figure.subplots(1, 2))
     times = [row["seconds"] for row in steps]
     left.plot(times, [row["loss"] * BITS_PER_NAT for row in steps], lw=0.7, alpha=0.5, label="training batch")
     held_out = [row["held_out_bits_per_byte"] for row in looks]

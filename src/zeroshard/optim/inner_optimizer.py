@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..utils import torch_compat
+
 Options = dict[str, Any]  # of a parameter group, by name: each optimizer class has its own
 State = dict[str, Any]  # the states of one tensor, by name: tensors, numbers, whatever the class keeps
 
@@ -42,7 +44,8 @@ def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: tor
     undecided = [group for group in groups if imagined_gpu and _foreach_on_gpu(group)]
     for group in undecided:
         group["foreach"] = True
-    empty = [group for group, on_host in zip(groups, hosted, strict=True) if on_host and not group["params"]]
+    takes_late = not isinstance(inner, torch_compat.EARLY_STATES)  # those count no steps in groups
+    empty = [group for group, on_host in zip(groups, hosted, strict=True) if takes_late and on_host and not group["params"]]
     for group in empty:
         stand_in = nn.Parameter(torch.empty(0, device=device))
         stand_in.grad = torch.empty_like(stand_in)

@@ -131,7 +131,8 @@ class _Stage(PipelineStage):
 
     def _warmup_backward_result(self, received_result: Any = None) -> Any:
         """Return the result of torch's vote on whether all stages know their inputs' shapes: 1, yes, on an imagined rank."""
-        return types.SimpleNamespace(item=lambda: 1) if is_imagined() else super()._warmup_backward_result(received_result)
+        found: Any = super()  # torch < 2.13 has no vote
+        return types.SimpleNamespace(item=lambda: 1) if is_imagined() else found._warmup_backward_result(received_result)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         """Return the gradients for a previous stage on this rank. V schedules call this in an evaluation too: return () then."""
@@ -144,6 +145,36 @@ class _Stage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Start the reductions after the step's last backward. No scaling: `_build` divides each loss by the micro-batches."""
         runtime_of(self.submod).begin_reductions()
+
+
+class _OldStage(_Stage):
+    """The stage for torch < 2.13, which compares strides with the first batch's and expects a gradient of all that it receives."""
+
+    def _nothing(self, *_: object) -> None:
+        """Do nothing: `Pipeline._run` compares shapes and dtypes."""
+
+    _validate_fwd_input: Any = _nothing
+    _validate_fwd_outputs: Any = _nothing
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return torch's first messages without those to this rank itself (V schedules), which gloo can not send."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        training, self.has_backward = self.has_backward, False  # it lets integers (masks) require gradients, which raises
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        self.has_backward = training
+        received: list[Any] = [] if self.is_first else [info for each in self.args_recv_info.values() for info in each]
+        for info in received:
+            info.buffer.requires_grad_(training and info.buffer.is_floating_point())
+        return result
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_first:  # zeros for what has no gradient; the stage before skips those of integers
+            given: tuple[Any, ...] = self.args_recv_info[bwd_chunk_id]
+            grads = zip(self.bwd_cache[bwd_chunk_id], given, strict=False)
+            self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros_like(at.buffer) if grad is None else grad for grad, at in grads)
+        return super().get_bwd_send_ops(bwd_chunk_id)
 
 
 class Pipeline:
@@ -362,7 +393,8 @@ class Pipeline:
                 )
                 for at in (index, index + 1)
             )
-            stages.append(_Stage(module, index, self.count, self.device, input_args=given, output_args=made, group=self.group))
+            kind = _Stage if torch.__version__ >= "2.13" else _OldStage
+            stages.append(kind(module, index, self.count, self.device, input_args=given, output_args=made, group=self.group))
         self._made += stages
         one = issubclass(self._class, PipelineScheduleSingle)
         balanced = getattr(getattr(self.stages[-1], "pipeline_stage", None), "experts", 0)

@@ -84,6 +84,7 @@ def apply(
     _check(model, mesh, styles, loss_parallel)
     if mesh.size() == 1:
         return model
+    torch_compat.mend_dtensors()
     cut = _Cut(model, mesh, styles, sequence_parallel, loss_parallel)
     ties = _ties(model, styles)
     named = [(module, name, p) for module in model.modules() for name, p in torch_compat.own_parameters(module).items()]

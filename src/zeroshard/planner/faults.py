@@ -34,7 +34,7 @@ _ALIKE = {  # operator -> positions of the arguments that real kernels want in o
     "convolution": (0, 1, 2), "convolution_overrideable": (0, 1, 2), "index_put": (0, 2), "index_put_": (0, 2), "_unsafe_index_put": (0, 2),
     "index_add": (0, 3), "index_add_": (0, 3), "index_copy": (0, 3), "index_copy_": (0, 3), "binary_cross_entropy": (0, 1, 2),
     "nll_loss_forward": (0, 2), "nll_loss2d_forward": (0, 2), "_cdist_forward": (0, 1), "grid_sampler_2d": (0, 1),
-    "grid_sampler_3d": (0, 1), "_embedding_bag": (0, 6), "_embedding_bag_forward_only": (0, 6),
+    "grid_sampler_3d": (0, 1), "_embedding_bag": (0, 6), "_embedding_bag_forward_only": (0, 6), "bmm": (0, 1), "baddbmm": (1, 2),
 }  # fmt: skip
 _NORMS = {  # likewise; but an input in low precision with parameters in fp32 is computed, the other way round is not
     "native_layer_norm": (0, 2, 3), "native_group_norm": (0, 1, 2), "native_batch_norm": (0, 1, 2), "_native_batch_norm_legit": (0, 1, 2),

@@ -29,10 +29,10 @@ from .faults import check_dtypes
 from .recorder import Recorder
 from .simulator.trace import AttentionWork, Resource, Trace
 
-_FLOPS = {  # flops of operators that torch's table lacks
-    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
+_FLOPS = {  # flops of operators that torch's table lacks; torch 2.11 counts no attention whose keys have fewer heads than queries
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, *kv, **_: sdpa_flop_count(q.shape, *_of_all_heads(q, kv)),
     "_scaled_dot_product_flash_attention_for_cpu_backward":
-        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
+        lambda grad, q, *kv, **_: sdpa_backward_flop_count(grad.shape, q.shape, *_of_all_heads(q, kv)),
 }  # fmt: skip
 _OVERWRITE = ("copy_", "zero_", "fill_", "normal_", "uniform_")  # these do not read the tensor that they write
 _DEVICE = torch.ops.prim.device.default
@@ -160,6 +160,11 @@ def _facts(func: Any) -> tuple[str, Any, list[tuple[int, str]]]:
     ]
     count: Any = flop_registry.get(func.overloadpacket) or _FLOPS.get(_name(func))
     return _name(func), count, [(n, each.name) for n, each in written]
+
+
+def _of_all_heads(query: Tensor, keys: tuple) -> list[tuple[int, ...]]:
+    """Return the shapes of keys and values with the heads of the query, each of which computes with those of its group."""
+    return [(*query.shape[:2], *tensor.shape[2:]) for tensor in keys[:2]]
 
 
 def _name(func: Any) -> str:

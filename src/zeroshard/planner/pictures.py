@@ -63,7 +63,7 @@ def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
     peak = max((sum(moment.held.values()) for moment in moments), default=0) + request.hardware.overhead_nbytes
     unit, unit_name = scale_of(peak)
     figure = Figure(figsize=(13, 5), layout="constrained")
-    axis = figure.subplots()
+    axis: Any = figure.subplots()
     places = range(len(moments))
     held = [[moment.held.get(name, 0) / unit for moment in moments] for name in names]
     overhead, labels = request.hardware.overhead_nbytes / unit, names

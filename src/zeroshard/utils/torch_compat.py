@@ -228,6 +228,8 @@ forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")  # module -> 
 state_dict_hooks = attrgetter("_state_dict_hooks", "_load_state_dict_pre_hooks", "_state_dict_pre_hooks")  # module -> three
 OWN_UNSCALING = "_step_supports_amp_scaling"  # attribute of an optimizer whose step divides gradients by GradScaler's scale
 STEP_METHODS = ("step", "_init_group")  # methods of an optimizer that determine its step
+# classes that make states in their constructor alone, and fail on a parameter that comes later
+EARLY_STATES = torch.optim.Adagrad if torch.__version__ < "2.13" else ()
 NormBase = nn.modules.batchnorm._NormBase  # batch and instance norms
 # decorator, as torch.compiler.disable, which imports torch._dynamo (1.5 s) where it decorates; this one does at the first call
 disable_dynamo = torch._disable_dynamo
@@ -321,6 +323,30 @@ def dies_with(group: dist.ProcessGroup) -> object:
     The group itself may live on: functions of torch.distributed.nn keep the default group as an argument's default.
     """
     return dist.distributed_c10d._world.pg_map[group][1] or group  # its store
+
+
+@functools.cache
+def mend_dtensors() -> None:
+    """Let DTensors of torch < 2.13 do what later ones do, in the whole process.
+
+    A tensor gathered from unequal shards is contiguous, as its DTensor says. A split factor that is no order of mesh axes (the maps
+    of a packed weight) is redistributed step by step.
+    """
+    if torch.__version__ >= "2.13":
+        return
+    from torch.distributed.tensor import Shard, _redistribute
+
+    planner: Any = _redistribute.DTensorRedistributePlanner
+    unpad, plan = Shard._maybe_unpad_tensor, planner.generate_graph_based_transform_infos
+
+    def stepwise(self: Any, source: Any, target: Any, shape: tuple[int, ...]) -> list:
+        try:
+            return plan(self, source, target, shape)
+        except ValueError:
+            return self.generate_greedy_transform_infos(source, target)
+
+    planner.generate_graph_based_transform_infos = stepwise
+    Shard._maybe_unpad_tensor = lambda *args: unpad(*args).contiguous()  # type: ignore[method-assign]
 
 
 def clear_sharding_caches() -> None:
