@@ -119,10 +119,10 @@ class LateOptimizer(_Optimizer):
         except BaseException:
             for group, plan in zip(runtime.groups, planned, strict=True):
                 group.plan = plan
+            taken.undo()
             self.__class__ = late
             self.__dict__.clear()
             self.__dict__.update(before)
-            taken.undo()
             for each in runtimes:
                 each.awaiting.add(self)
             raise
