@@ -7,6 +7,7 @@ from helpers import OddGPT, seeded, token_batches
 from torch import nn
 
 import zeroshard as zs
+from benchmarks import ranks
 from zeroshard.comm import backend_select, process_group
 from zeroshard.comm.launch import run_processes
 
@@ -114,3 +115,14 @@ def differing(rank: int, ranks: int):
 
 def test_ranks_that_differ_are_told_as_of_few():
     run_processes(differing, WORLD)
+
+
+def test_a_step_of_many_ranks_costs_what_one_of_few_does():
+    """benchmarks.ranks: nothing of a step grows with the number of ranks; the start grows with it, and not with its square."""
+    rows = {row[0]: [int(count.replace(",", "")) for count in row[1:-1]] for row in ranks.table((64, 256))}
+    for phase in ("forward", "backward", "step", "close"):
+        for what in ("messages", "bytes received", "calls"):
+            one, other = rows[f"{phase}: {what}"]
+            assert one == other, (phase, what)
+    one, other = rows["start: calls"]
+    assert other < 4.2 * one

@@ -382,13 +382,16 @@ class DistComm(DirectComm):
         told[: _WORDS + len(numbers)] = torch.tensor([*words, *numbers], dtype=torch.float64, device="cpu")
         self.progress.note(label)
         with _Explained(self, label):
-            work = dist.all_reduce(told, group=self._control, async_op=True)
-            if self.goes_on:
-                self.wait_until(work.is_completed, label)
-            work.wait()
+            self._reduce_numbers(told, label)
         sums = told.tolist()
         alike = sums[:_WORDS] == [float(word * self.world_size) for word in words]
         return sums[_WORDS : _WORDS + len(numbers)] if alike else None
+
+    def _reduce_numbers(self, told: Tensor, label: str) -> None:
+        work = dist.all_reduce(told, group=self._control, async_op=True)
+        if self.goes_on:
+            self.wait_until(work.is_completed, label)
+        work.wait()
 
     def _everyone(self, payload: bytes, label: str) -> list[bytes]:
         """Return every rank's payload, and raise CollectiveMismatch where ranks are in different operations."""
