@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,6 +128,17 @@ class Control(Group, ABC):
     @abstractmethod
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         """Return every rank's payload, in rank order (collective). Blocks, and serves as a barrier."""
+
+    def compare(self, payload: bytes, label: str, numbers: Sequence[float] = ()) -> tuple[list[float], list[bytes] | None]:
+        """Return the sums of `numbers` over ranks, and every rank's payload, or None if all ranks have sent the same (collective).
+
+        The sums are the same on every rank; up to process_group.MANY ranks they are added in rank order.
+        """
+        form = struct.Struct(f"<{len(numbers)}d")
+        parts = self.exchange(form.pack(*numbers) + payload, label)
+        sums = [sum(column) for column in zip(*map(form.unpack_from, parts), strict=True)]
+        told = [part[form.size :] for part in parts]
+        return sums, None if all(part == payload for part in told) else told
 
     def fence_write(self, synchronised: bool = False) -> None:
         """Return when no peer reads this rank's shards (collective). synchronised: a barrier has just passed, so do not wait."""

@@ -207,8 +207,10 @@ class _Together(Generic[Batch]):
         comm = self._runtime.comm
         if comm.imagined:
             return frozenset([comm.rank] if ended else [])
-        everyone = comm.exchange(bytes([ended]), "zs.stop_together: is there another batch")
-        return frozenset(rank for rank, told in enumerate(everyone) if told[0])
+        _, told = comm.compare(bytes([ended]), "zs.stop_together: is there another batch")
+        if told is None:
+            return frozenset(range(comm.world_size) if ended else [])
+        return frozenset(rank for rank, part in enumerate(told) if part[0])
 
 
 _NONE: Any = object()

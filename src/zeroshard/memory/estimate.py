@@ -204,12 +204,16 @@ def shortage(everyone: Sequence[Need], changes: Iterable[tuple[dict[str, object]
 
     changes: options and what a rank would hold with them by category (`Need.parts`), the cheapest first.
     """
+    # ranks that are threads share their process's limits, and all ranks of a host share the host's
+    totals: dict[tuple[object, ...], int] = defaultdict(int)
+    for need in everyone:
+        for sharers in ((need.host,), (need.host, need.pid)):
+            totals[sharers] += need.nbytes
     for rank, need in enumerate(everyone):
         for limit in need.limits:
-            # ranks that are threads share their process's limits, and all ranks of a host share the host's
-            sharers = [n for n in everyone if n.host == need.host and (n.pid == need.pid or not limit.of_process)]
-            if sum(n.nbytes for n in sharers) > limit.nbytes:
-                return _table(rank, need, limit, sharers, changes)
+            if totals[(need.host, need.pid) if limit.of_process else (need.host,)] > limit.nbytes:
+                among = [n for n in everyone if n.host == need.host and (n.pid == need.pid or not limit.of_process)]
+                return _table(rank, need, limit, among, changes)
     return None
 
 

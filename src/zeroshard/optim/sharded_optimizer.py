@@ -131,19 +131,28 @@ class OptimizerCore:
         scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # that this rank's reduced gradients carry
         counted = [[group.gradients for group in core.stepped_groups if group.counts] for core in self.allied]
         total = sum(square_sum(buffers, self.comm.streams) for buffers in counted) / scale**2
-        watches = [core.runtime.values for core in self.allied]
-        mine = struct.pack(
-            f"<dd?{len(watches)}Q", total, account.weight, account.unweighted, *(watch.fingerprint() for watch in watches)
-        )  # the fingerprints show ranks that wrote different values
+        watches, topology = [core.runtime.values for core in self.allied], self.runtime.topology
+        fingerprints = [watch.fingerprint() for watch in watches]  # they show ranks that wrote different values
+        # of several places the weights are compared, too: ranks along model axes see the same batches
+        weights = (account.weight, account.unweighted) if len(topology.places) > 1 else ()
+        form = struct.Struct(f"<{'d?' if weights else ''}{len(watches)}Q")
         again = "" if account.clipped is None else " anew (it was not finite, or gradients were written since)"
-        parts = self.world.exchange(mine, f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}")
-        everyone = [struct.unpack(f"<dd?{len(watches)}Q", part) for part in parts]
-        total = sum(part[0] for part in everyone)
-        for number, watch in enumerate(watches, 3):
-            watch.agree([everyone[rank][number] for rank in self.runtime.topology.place])
-        places = [[everyone[rank] for rank in ranks] for ranks in self.runtime.topology.places]
-        weight = max(sum(part[1] for part in place) for place in places)  # ranks along model axes see the same batches
-        if any(any(part[1] for part in place) and any(part[2] for part in place) for place in places):
+        (total, weight, weighted, plain), told = self.world.compare(
+            form.pack(*weights, *fingerprints), f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}",
+            (total, account.weight, bool(account.weight), account.unweighted),
+        )  # fmt: skip
+        rows = [(*weights, *fingerprints)] * self.world.world_size if told is None else [form.unpack(part) for part in told]
+        for number, watch in enumerate(watches, len(weights)):
+            watch.agree([rows[rank][number] for rank in topology.place])
+        if weights:
+            places = [[rows[rank] for rank in ranks] for ranks in topology.places]
+            weight = max(sum(row[0] for row in place) for place in places)
+        mixed = (
+            weighted and plain
+            if not weights
+            else any(any(w for w, *_ in each) and any(p for _, p, *_ in each) for each in places)
+        )
+        if mixed:
             raise ZeroshardError(
                 "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
                 "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."

@@ -72,10 +72,16 @@ class Attendance:
         zeroed = (n & 0xFFFF for n in self.zeroed)
         return _HEADER.pack(flags, self.account.plain, *zeroed, len(self.calls), _digest(self.calls))
 
-    def meet(self, headers: list[bytes]) -> None:
-        """Update this view with the headers of all ranks, by rank, at the end of a backward."""
-        rows = [_HEADER.unpack(header) for header in headers]
+    def meet(self, headers: list[bytes] | None) -> None:
+        """Update this view with the headers of all ranks, by rank, at the end of a backward; None: all have sent this rank's."""
         self.meetings += 1
+        if headers is None and not (self.serving or self.last or self.ended):
+            self.lasts = self.latest = frozenset()
+            self.leader, self.share = 0, 1.0
+            self.behind, self.zeroed, self.unasked = [0, 0], [0, 0], True
+            self.calls.clear()
+            return
+        rows = [_HEADER.unpack(header) for header in headers or [self.header()] * self.comm.world_size]
         self.lasts = frozenset(rank for rank, row in enumerate(rows) if row[0] & _LAST)
         ended = frozenset(rank for rank, row in enumerate(rows) if row[0] & _ENDED)
         self._note(ended, [list(row[2:4]) for row in rows])

@@ -160,12 +160,12 @@ class Reductions:
         payload = b"".join(mask.to_bytes(size, "little") for mask, size in zip(masks, sizes, strict=True))
         payload = self.attendance.header() + payload + struct.pack(f"<{len(order)}I", *order)
         label = f"end of backward (model of {self.num_params} parameters)" + self.attendance.remark()
-        everyone = self.comm.exchange(payload, label)
-        self.attendance.meet([part[:HEADER_NBYTES] for part in everyone])
+        _, everyone = self.comm.compare(payload, label)
+        self.attendance.meet([part[:HEADER_NBYTES] for part in everyone] if everyone is not None else None)
         if self.comm.ordered and not self._agreed:
-            packed = everyone[0][HEADER_NBYTES + sum(sizes) :]
+            packed = (payload if everyone is None else everyone[0])[HEADER_NBYTES + sum(sizes) :]
             self._agree_on_order(list(struct.unpack(f"<{len(packed) // 4}I", packed)))
-        if all(part == payload for part in everyone):  # the usual case: ranks used the same units and parameters
+        if everyone is None:  # the usual case: ranks used the same units and parameters
             self._frozen = {}
             return mine
         columns, begin = [], HEADER_NBYTES

@@ -166,8 +166,8 @@ class ValueWatch:
         if not self._groups:  # a world of one
             return
         if fingerprints is None:
-            mine = struct.pack("<Q", self.fingerprint())
-            fingerprints = [struct.unpack("<Q", part)[0] for part in self.comm.exchange(mine, "values written at rest")]
+            _, told = self.comm.compare(struct.pack("<Q", self.fingerprint()), "values written at rest")
+            fingerprints = [struct.unpack("<Q", part)[0] for part in told or ()]
         found = []
         if len(set(fingerprints)) > 1:  # compare, on all ranks, every parameter that any rank has written
             everyone = self.comm.exchange(_packed(self._sums()), "values written at rest: which")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import struct
 import sys
 import zlib
 from itertools import zip_longest
@@ -125,9 +126,10 @@ def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]], label: str = 
     """Copy rank 0's values to ranks whose values differ (collective); return the names that differed. tensors: whole ones."""
     if comm.world_size == 1 or comm.imagined:
         return []
-    sums = [checksum(tensor) for _, tensor in tensors]
-    everyone = exchange_values(comm, sums, label)
-    differing = [i for i in range(len(tensors)) if len({sums[i] for sums in everyone}) > 1]
+    sums = struct.Struct(f"<{len(tensors)}I")
+    _, told = comm.control.compare(sums.pack(*(checksum(tensor) for _, tensor in tensors)), label)
+    everyone = [sums.unpack(part) for part in told or ()]  # none: all are alike
+    differing = [i for i, column in enumerate(zip(*everyone, strict=True)) if len(set(column)) > 1]
     for i in differing:
         name, tensor = tensors[i]
         data = bytes(host_bytes(tensor)) if comm.rank == 0 else b""
@@ -191,7 +193,12 @@ def _refuse_other_writes(specs: list[ParamSpec]) -> None:
     if not names:
         return
     comm = born[names[0]].comm  # all ranks of zs.init, among which parameters are cut
-    everyone = exchange_values(comm, [born[name].trace for name in names], "zs.shard: compare what was written under zs.init")
+    traces = struct.Struct(f"<{len(names)}I")
+    mine = traces.pack(*(born[name].trace for name in names))
+    _, told = comm.control.compare(mine, "zs.shard: compare what was written under zs.init")
+    if told is None:
+        return
+    everyone = [traces.unpack(part) for part in told]
     found = [name for name, told in zip(names, zip(*everyone, strict=True), strict=True) if len(set(told)) > 1]
     if found:
         raise ModelMismatch(
