@@ -221,9 +221,9 @@ class DistComm(DirectComm):
         self._timeout = datetime.timedelta(seconds=stall_timeout_s)
         # new process groups, so that these messages never mix with those of the user's collectives
         local = group is not None  # the ranks outside of the user's group do not call this
-        make = functools.partial(dist.new_group, self.ranks, self._timeout, "gloo", use_local_synchronization=local)
-        self._control = make()
-        self._data = make() if self.backend == "gloo" else group
+        make: Any = functools.partial(dist.new_group, self.ranks, self._timeout, "gloo", use_local_synchronization=local)
+        self._control: Any = make()
+        self._data: Any = make() if self.backend == "gloo" else group
         if self.world_size > 1:
             self.desk = desk = ProcessDesk.among(self, on_this_host=False)
             self.nodes = desk.nodes()
@@ -256,7 +256,7 @@ class DistComm(DirectComm):
             near = [[here.index(rank) for rank in part if rank in here] for part in parts]
             local = self.local.subgroup([part for part in near if part], apart=True)
             group.local, group.beside = local if local.world_size > 1 else None, []
-        make = functools.partial(dist.new_group, group.ranks, self._timeout, use_local_synchronization=True)
+        make: Any = functools.partial(dist.new_group, group.ranks, self._timeout, use_local_synchronization=True)
         group._control = make(backend="gloo")
         if self.backend != "gloo":  # gloo's isend and irecv name the peer and a tag, so that the parent's group serves
             group._data = make(backend=self.backend)

@@ -226,7 +226,7 @@ def _split(mesh: DeviceMesh | NamedRanks, given: backend_select.Choice | None = 
     if len(data) == mesh.ndim == 1 and not cuts and isinstance(mesh, DeviceMesh):  # `backend_select` makes the Comm of a 1-D mesh
         return Axes(mesh, summed=summed, lines={names[0]: [list(range(mesh.size()))]})
     everyone = sorted(mesh.mesh.flatten().tolist())
-    choice = given
+    choice: Any = given
     if isinstance(mesh, DeviceMesh) and everyone != list(range(dist.get_world_size())):
         choice = dist.new_group(everyone, use_local_synchronization=True)
     ranks = torch.searchsorted(torch.tensor(everyone), mesh.mesh.cpu().flatten()).view(mesh.shape)

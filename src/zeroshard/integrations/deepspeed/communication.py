@@ -138,7 +138,8 @@ def get_world_group() -> ProcessGroup | None:
 
 def new_group(ranks: Iterable[int]) -> ProcessGroup:
     """Make a process group of these ranks (collective over all ranks, also those outside)."""
-    return torch_dist.new_group(list(ranks))
+    made: Any = torch_dist.new_group(list(ranks))
+    return made
 
 
 def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
@@ -210,7 +211,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     waited = None
     if show_straggler:
         mine = {name: sum(map(sum, sizes.values())) for name, sizes in comms_logger.records.items()}
-        everyone: list[dict[str, float]] = [{}] * get_world_size()
+        everyone: list[Any] = [{}] * get_world_size()
         torch_dist.all_gather_object(everyone, mine)
         waited = {name: {"waited_ms": (s - min(other.get(name, s) for other in everyone)) * 1e3} for name, s in mine.items()}
     barrier()
