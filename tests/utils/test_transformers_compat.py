@@ -206,6 +206,23 @@ def test_packed_sequences_are_found_under_another_name(monkeypatch, masks):
     assert_equals_one_process(model_of("mistral"), batches(steps=2, position_ids=PACKED), SP, stage=2)
 
 
+def test_an_exported_model_sees_packed_sequences_after_another_was_sharded_over_sp(masks):
+    on_two_ranks("llama", None)
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = copy.deepcopy(model_of("llama", use_cache=False)).eval()
+
+        def forward(self, ids, positions):
+            return self.model(input_ids=ids, position_ids=positions).logits
+
+    given = torch.arange(8)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with torch.no_grad():
+        exported = torch.export.export(Logits(), given, strict=False).module()
+        torch.testing.assert_close(exported(*given), Logits()(*given))
+
+
 def test_the_routers_loss_is_found_under_another_name(monkeypatch):
     renamed(
         monkeypatch,

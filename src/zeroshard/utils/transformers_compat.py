@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .releases import lacking, taken
-from .torch_compat import FakeTensorMode
+from .torch_compat import PlanMode
 
 _PROJECT = "transformers"
 _EXPERTS = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")  # set by `use_experts_implementation`
@@ -48,6 +48,11 @@ def is_pretrained(module: nn.Module) -> bool:
     """Return whether a module is a model of Transformers; False, without its import, if the program has not imported it."""
     theirs = any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
     return theirs and isinstance(module, sys.modules[_PROJECT].PreTrainedModel)
+
+
+def is_own_loss(function: Callable) -> bool:
+    """Return whether a loss function is one that Transformers brings, not the program's own."""
+    return getattr(function, "__module__", "").startswith("transformers.loss.")
 
 
 def recomputes(model: nn.Module) -> bool:
@@ -95,7 +100,7 @@ def _asks_for_packed(answer: Callable[[Callable, Tensor], Tensor | None]) -> boo
     """Wrap the function that finds packed sequences, once for the process; return whether masks then ask `answer`.
 
     The function is the one in Transformers' module of masks whose only argument is `position_ids`. It is tried on tensors without
-    values, whose positions can not be read: if `answer` is asked and takes them for one sequence, causal attention has no mask.
+    values, as in a plan: if `answer` is asked and takes them for one sequence, causal attention has no mask.
     """
     try:
         masks: Any = importlib.import_module("transformers.masking_utils")
@@ -107,7 +112,7 @@ def _asks_for_packed(answer: Callable[[Callable, Tensor], Tensor | None]) -> boo
             wrapped = functools.wraps(function)(functools.partial(answer, function))
             setattr(masks, name, wrapped)
     required = {each.name: None for each in inspect.signature(make).parameters.values() if each.default is each.empty}
-    with FakeTensorMode(), contextlib.suppress(Exception):
+    with PlanMode(), contextlib.suppress(Exception):
         given = {"config": config, "inputs_embeds": torch.empty(1, 4, 1), "position_ids": torch.zeros(1, 4, dtype=torch.long)}
         return make(**required | given) is None
     return False
