@@ -201,7 +201,8 @@ def has_plan_of_heads(patch, masks):
 
 NAMES = {
     "_attn_implementation": has_attention, "is_backend_compatible": functools.partial(has_attention, name="is_backend_compatible", owner=transformers.PreTrainedModel), "eager_attention_forward": has_eager_attention, "masking_utils": has_masks,
-    "load_balancing_loss_func": has_balancing_loss, "integrations.moe": has_registry_of_experts, "_can_set_experts_implementation": has_dense_experts, "_apply_gate": has_gate,
+    "load_balancing_loss_func": has_balancing_loss, "integrations.moe": has_registry_of_experts, "_apply_gate": has_gate,
+    "_can_set_experts_implementation": has_dense_experts,
     **{name: functools.partial(has_experts, name=name) for name in ("_is_expert_parallel", "has_gate", "has_bias", "is_transposed")},
     "_init_weights": has_initialisation, "_keep_in_fp32_modules": has_names_in_fp32,
     "_keep_in_fp32_modules_strict": functools.partial(has_names_in_fp32, name="_keep_in_fp32_modules_strict"),
