@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from zoo import Case, check, every_mode, run_threads, same, seeded
 
 import zeroshard as zs
@@ -168,6 +169,39 @@ def _generate_on_processes(rank: int, size: int):
 def test_ranks_generate_texts_of_other_lengths_as_one_process_does():
     first, second = run_processes(_generate_on_processes, 2)
     assert all(first) and all(second) and len(first) == len(second) + 4 == 16
+
+
+def _generate_where_others_do_not(rank: int, size: int) -> list[int]:
+    """Rank 0 has data for one step more than rank 1; then ranks 0 and 1, one copy of the model, have a prompt more than 2 and 3."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    os.environ["ZEROSHARD_COMM"] = "dist"
+    prompt, lengths = torch.tensor([[5, 6, 7]]), []
+    model, _ = zs.shard(seeded(llama).eval(), None, stage=3)
+    with zs.join(model):
+        for step in range(1 if rank else 2):
+            with torch.no_grad():
+                model(prompt)
+            if step:
+                lengths.append(model.generate(prompt, max_new_tokens=3, pad_token_id=0, eos_token_id=None).shape[1])
+    zs.close(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    model, _ = zs.shard(seeded(llama).eval(), None, stage=3, mesh=mesh)
+    for _ in range(2 if rank < 2 else 1):  # by position: synced_gpus is the sixth
+        out = model.generate(prompt, None, None, None, None, None, max_new_tokens=3, pad_token_id=0, eos_token_id=None)
+        lengths.append(out.shape[1])
+    return lengths
+
+
+@pytest.mark.processes
+def test_ranks_do_not_wait_for_those_that_do_not_generate():
+    assert run_processes(_generate_where_others_do_not, 4) == [[6, 6, 6], [6, 6], [6], [6]]
+
+
+def test_an_inner_model_without_sharded_parameters_is_copied():
+    model, _ = zs.shard(seeded(llama), None, stage=2)
+    tokens = torch.arange(6)[None]
+    same(copy.deepcopy(model.model)(tokens).last_hidden_state, model.model(tokens).last_hidden_state, "copy", 0)
 
 
 def _wait_in_vain(rank: int, size: int) -> str:

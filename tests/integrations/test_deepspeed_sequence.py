@@ -93,6 +93,10 @@ def test_sizes_and_attentions_that_do_not_fit_are_refused():
     assert UlyssesSPAttentionHF.register_with_transformers(model_of("llama"), "sdpa", 1) is None
     with pytest.raises(ValueError, match="configured for 'sdpa': give both the same"):
         UlyssesSPAttentionHF.register_with_transformers(model_of("llama"), "flash_attention_2", 2)
+    around = torch.nn.Sequential(model_of("llama"))
+    around.config = model_of("llama").config
+    with pytest.raises(ValueError, match="configured for 'sdpa': give both the same"):
+        UlyssesSPAttentionHF.register_with_transformers(around, "flash_attention_2", 2)
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="sequence_parallel_size=2 does not divide the 1 ranks: 1 does"):
         UlyssesSPAttentionHF.register_with_transformers(model_of("llama"), "sdpa", 2)
     with pytest.raises(

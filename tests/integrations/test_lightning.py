@@ -348,6 +348,7 @@ def test_half_mixed_has_masters_and_our_loss_scale():
 REFUSED = {
     "64-true": (lambda root: trainer(root, precision="64-true"), "64-true"),
     "an option": (lambda root: ZeroshardStrategy(stagee=1), "Did you mean 'stage'"),
+    "their options as one": (lambda root: ZeroshardStrategy(kwargs=1), "unknown option 'kwargs'"),
     "a stage": (lambda root: ZeroshardStrategy(stage=4), "stage"),
     "precision as an option": (lambda root: ZeroshardStrategy(precision="bf16"), "Trainer"),
     "a state dict": (lambda root: ZeroshardStrategy(state_dict_type="whole"), "whole"),

@@ -1,6 +1,8 @@
 """Optimizers of bitsandbytes and torchao, given to zs.shard: stand-ins with their modules, names and attributes."""
 
 import copy
+import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,18 +27,11 @@ class OfBitsandbytes(Blockwise):
     def __init__(self, params, bits=8, max_unorm=0.0, **options):
         super().__init__(params, options | {"alpha": 0.0})
         self.own = {"optim_bits": bits, "min_8bit_size": 100, "max_unorm": max_unorm, "skip_zeros": False}
-        self.overrides, self.of_modules = {}, []  # by (group, place); (module, name, settings), as GlobalOptimManager has them
-
-    def check_overrides(self):
-        places = [
-            (group, place, param) for group, each in enumerate(self.param_groups) for place, param in enumerate(each["params"])
-        ]
-        for module, name, settings in self.of_modules:
-            self.overrides |= {(group, place): settings for group, place, param in places if param is getattr(module, name)}
+        self.mng = SimpleNamespace(index2config={}, pid2config={}, module_weight_config_triple=[])
 
     def get_config(self, gindex, pindex, group):
         of_group = {name: value for name, value in group.items() if name in ("lr", "betas", "eps", "weight_decay")}
-        return of_group | self.own | self.overrides.get((gindex, pindex), {})
+        return of_group | self.own | self.mng.index2config.get((gindex, pindex), {})
 
 
 class OfTorchao(Blockwise):
@@ -141,13 +136,13 @@ def test_a_given_format_and_parameters_that_are_exempt_are_kept():
     assert runtime_of(model).config.optimizer_states == zs.StateFormat("fp8")
     model = net()
     optimizer = made("bitsandbytes.optim.adamw.AdamW", model.parameters(), **ADAM)
-    optimizer.of_modules.append((model[2], "weight", {"optim_bits": 32}))  # as Transformers does
+    optimizer.mng.module_weight_config_triple.append((model[2], "weight", {"optim_bits": 32}))  # as Transformers does
     zs.shard(model, optimizer)
     assert runtime_of(model).config.optimizer_states == zs.StateFormat("int8", min_numel=100, exempt=("2.weight",))
 
 
-def override(optimizer):
-    optimizer.overrides[0, 1] = {"lr": 0.1}
+def override(optimizer, **given):
+    optimizer.mng.index2config[0, 1] = given or {"lr": 0.1}
 
 
 def step_before(optimizer):
@@ -171,6 +166,24 @@ def step_before(optimizer):
         ),
         ("bitsandbytes.optim.adamw.AdamW8bit", ADAM, step_before, "has states already.*before the first step"),
         ("bitsandbytes.optim.adamw.AdamW8bit", ADAM, override, "overrides {'lr': 0.1} for 0.bias.*group of its own"),
+        (  # as it is now, which a scheduler does not change
+            "bitsandbytes.optim.adamw.AdamW8bit",
+            ADAM,
+            functools.partial(override, lr=ADAM["lr"]),
+            "overrides {'lr': 0.01} for 0.bias.*group of its own",
+        ),
+        (
+            "bitsandbytes.optim.adamw.AdamW",
+            ADAM | {"bits": 32},
+            functools.partial(override, optim_bits=8),
+            "overrides {'optim_bits': 8} for 0.bias",
+        ),
+        (
+            "bitsandbytes.optim.adamw.AdamW8bit",
+            ADAM,
+            functools.partial(override, block_wise=False),
+            "overrides {'block_wise': False} for 0.bias",
+        ),
         (
             "bitsandbytes.optim.adam.Adam",
             ADAM | {"max_unorm": 1.0},
@@ -190,6 +203,15 @@ def test_what_has_no_counterpart_is_refused_with_the_line_to_write(path, options
         zs.shard(model, optimizer, stage=2)
     assert type(optimizer) is cls and list(optimizer.param_groups[0]) == keys and "_zeroshard" not in model.__dict__
     zs.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), optimizer_states="int8")  # the remedy
+
+
+def test_an_optimizer_of_torchao_that_holds_another_is_to_wrap_what_zs_shard_returns():
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = made("torchao.prototype.parq.optim.quantopt.QuantOptimizer", model.parameters(), **ADAM)
+    optimizer.base_optimizer = inner
+    with pytest.raises(zs.ConfigError, match="QuantOptimizer.base_optimizer holds another.*Give the inner optimizer"):
+        zs.shard(model, optimizer)
 
 
 def test_a_derived_class_is_refused_and_a_failing_shard_undoes_the_change():

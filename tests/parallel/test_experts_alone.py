@@ -97,3 +97,11 @@ def test_adapters_of_divided_parameters_are_refused():
         ):
             zs.shard(model, None, mesh=mesh)
     assert not hasattr(model, "_zeroshard")
+
+
+def test_a_method_of_the_programs_own_with_the_name_of_one_of_peft_is_not_called():
+    class Block(nn.Linear):
+        def get_base_layer(self, number):
+            raise AssertionError
+
+    zs.shard(nn.Sequential(Block(4, 4)), None, stage=0)

@@ -8,7 +8,7 @@ from sequence_kit import SMALL, VOCAB, Plain, adam, batches, compare, model_of, 
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.activations.token_tiles import tile_mlps
+from zeroshard.activations.token_tiles import tile_loss, tile_mlps, untile
 from zeroshard.testing import run_threads
 
 
@@ -60,6 +60,32 @@ def test_an_mlp_in_tiles_takes_tokens_without_a_batch_and_other_calls_as_they_ar
     with torch.no_grad():
         again[0].up.weight.zero_(), again[0].up.bias.zero_()
     assert not again(torch.randn(5, 6)).any() and tiled(x).any()  # a copy computes with its own weights
+
+
+def test_a_loss_of_the_programs_own_is_neither_replaced_nor_called():
+    """It is the cross-entropy of the next token for most tokens, and not for the one that has a weight."""
+    called = []
+
+    def weighted(logits, labels, vocab_size, **_):
+        called.append(labels)
+        weight = torch.ones(vocab_size).index_fill(0, torch.tensor([7]), 10.0)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weight=weight[:vocab_size])
+
+    model = copy.deepcopy(model_of("llama"))
+    model.loss_function = weighted
+    with pytest.raises(zs.ConfigError, match="loss_tokens: LlamaForCausalLM has no language model"):
+        tile_loss(model, 4)
+    assert not called
+
+
+def test_a_model_whose_loss_was_in_tiles_is_as_before():
+    model = copy.deepcopy(model_of("llama"))
+    own = set(model.__dict__)
+    (batch,) = batches(steps=1)
+    tile_loss(model, 4)
+    model(**batch).loss.backward()
+    untile(model)
+    assert set(model.__dict__) == own
 
 
 def test_long_context_that_does_not_fit_changes_nothing():

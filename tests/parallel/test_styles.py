@@ -88,6 +88,27 @@ def test_a_model_brings_its_own_plan_and_one_without_any_is_refused():
         type(without)._tp_plan = kept
 
 
+@pytest.mark.parametrize("inner", [llama, mixtral])
+def test_a_model_around_one_that_brings_a_plan_has_the_styles_of_its_layers(inner, axis):
+    class Reward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.score = inner().model, nn.Linear(32, 1)
+
+    wanted = {name.removeprefix("model."): style for name, style in styles_for(inner()).by_name.items() if "layers" in name}
+    model = Reward()
+    assert styles_for(model).by_name == {f"backbone.{name}": style for name, style in wanted.items()}
+    assert styles_for(model, {"score": None}).by_name == styles_for(model).by_name
+    (heads,) = (sentence for sentence in divides(model, 8) if "attention heads" in sentence)
+    assert "tp=8 does not divide the 4 attention heads of Reward" in heads
+    apply(model, axis(2))
+    assert model.backbone.layers[0].self_attn.q_proj.weight._local_tensor.shape == (16, 32)
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(inner(), peft.LoraConfig(target_modules=["embed_tokens"]))
+    styles = styles_for(adapted).by_name
+    assert {f"base_model.model.model.{name}": style for name, style in wanted.items()}.items() <= styles.items()
+
+
 def test_tables_name_everything_that_is_large():
     """What a family's styles leave whole is small: norms, biases, positions, routers, poolers' maps."""
     known = {mixtral: ["gate"], gpt2: ["wpe"], bert: ["position", "token_type", "transform"], t5: [], gpt: ["position"]}

@@ -254,6 +254,13 @@ def test_a_configuration_without_a_causal_language_model_says_what_to_give(tmp_p
             source_of(str(tmp_path))
 
 
+@pytest.mark.parametrize("attention", ["eager", "flash_attention_2"])
+def test_attention_is_torchs_own_whatever_a_configuration_names(attention, mixtral):
+    (mixtral / "config.json").write_text(json.dumps(TINY_MIXTRAL | {"attn_implementation": attention}))
+    with torch.device("meta"):
+        assert source_of(str(mixtral)).build().config._attn_implementation == "sdpa"
+
+
 def test_attention_without_torchs_kernels_is_built_plain(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 1, "n_head": 2})

@@ -28,6 +28,7 @@ from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.testing import run_threads
 from zeroshard.utils import transformers_compat
 from zeroshard.utils.releases import KNOWN
+from zeroshard.zero.runtime import runtime_of
 
 PACKED = torch.cat([torch.arange(5), torch.arange(9), torch.arange(2)]).repeat(2, 1)
 REFUSED = rf"transformers {transformers.__version__} has no {{}}.*pip install 'transformers{KNOWN['transformers']}'"
@@ -108,15 +109,20 @@ def has_masks(patch, masks):
 
 
 def has_balancing_loss(patch, masks):
-    """A release with another argument."""
+    """A release with another argument, as a helper of the program's has that gets the same logits."""
     loss = inspect.unwrap(modeling_mixtral.load_balancing_loss_func)
     patch.setattr(
         modeling_mixtral, "load_balancing_loss_func", lambda gate_logits, *args, norm=1, **kw: loss(gate_logits, *args, **kw)
     )
-    (batch,) = batches(steps=1)
-    on_two_ranks("mixtral", batch)  # it adds no such loss
-    with refused("the router's loss of all ranks", r"load_balancing_loss_func\(gate_logits, .*, but .*norm"):
-        on_two_ranks("mixtral", batch | {"output_router_logits": True})
+    on_two_ranks("mixtral", batches(steps=1)[0] | {"output_router_logits": True})
+    models = [copy.deepcopy(model_of("mixtral")) for _ in range(2)]
+
+    def on_rank(rank: int) -> None:
+        models[rank].config.output_router_logits = True
+        model, _ = zs.shard(models[rank], None, mesh=SP)
+        assert any("router's loss: the mean of the ranks' own losses" in note for note in runtime_of(model).schedule.notes)
+
+    run_threads(2, on_rank, timeout_s=60)
 
 
 def has_experts(patch, masks, name="has_gate"):
@@ -127,6 +133,17 @@ def has_experts(patch, masks, name="has_gate"):
     with refused("experts in tiles, or divided over an axis ep", f"{name} of MixtralExperts"):
         zs.tile(model, max_bytes=1 << 10)
     zs.close(zs.shard(model, None, stage=3)[0])
+
+
+def has_dense_experts(patch, masks):
+    """A model of experts whose layers are all dense."""
+    config = copy.deepcopy(model_of("qwen3moe").config)
+    config.mlp_only_layers = [0, 1]
+    model = type(model_of("qwen3moe"))(config)
+    group_experts(copy.deepcopy(model))
+    patch.delattr(transformers.PreTrainedModel, "_can_set_experts_implementation")
+    with pytest.raises(zs.ConfigError, match="Qwen3MoeForCausalLM: its experts read the routing"):
+        group_experts(copy.deepcopy(model))
 
 
 def has_registry_of_experts(patch, masks):
@@ -185,6 +202,7 @@ def has_plan_of_heads(patch, masks):
 NAMES = {
     "_attn_implementation": has_attention, "is_backend_compatible": functools.partial(has_attention, name="is_backend_compatible", owner=transformers.PreTrainedModel), "eager_attention_forward": has_eager_attention, "masking_utils": has_masks,
     "load_balancing_loss_func": has_balancing_loss, "integrations.moe": has_registry_of_experts, "_apply_gate": has_gate,
+    "_can_set_experts_implementation": has_dense_experts,
     **{name: functools.partial(has_experts, name=name) for name in ("_is_expert_parallel", "has_gate", "has_bias", "is_transposed")},
     "_init_weights": has_initialisation, "_keep_in_fp32_modules": has_names_in_fp32,
     "_keep_in_fp32_modules_strict": functools.partial(has_names_in_fp32, name="_keep_in_fp32_modules_strict"),
@@ -206,6 +224,23 @@ def test_packed_sequences_are_found_under_another_name(monkeypatch, masks):
     assert_equals_one_process(model_of("mistral"), batches(steps=2, position_ids=PACKED), SP, stage=2)
 
 
+def test_an_exported_model_sees_packed_sequences_after_another_was_sharded_over_sp(masks):
+    on_two_ranks("llama", None)
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = copy.deepcopy(model_of("llama", use_cache=False)).eval()
+
+        def forward(self, ids, positions):
+            return self.model(input_ids=ids, position_ids=positions).logits
+
+    given = torch.arange(8)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    with torch.no_grad():
+        exported = torch.export.export(Logits(), given, strict=False).module()
+        torch.testing.assert_close(exported(*given), Logits()(*given))
+
+
 def test_the_routers_loss_is_found_under_another_name(monkeypatch):
     renamed(
         monkeypatch,
@@ -216,7 +251,7 @@ def test_the_routers_loss_is_found_under_another_name(monkeypatch):
     )
     model = copy.deepcopy(model_of("mixtral"))
     model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
-    assert [(file.__name__, name) for file, name, _ in transformers_compat.balancing_losses(model)] == [
+    assert [(file.__name__, name) for file, name in transformers_compat.balancing_losses(model)] == [
         (modeling_mixtral.__name__, "balance")
     ]
     assert_equals_one_process(model, batches(steps=2), SP, stage=2)
@@ -245,6 +280,15 @@ def test_a_mask_that_is_left_out_where_it_must_be_made_is_refused(monkeypatch, m
     on_two_ranks("llama", batch)
     with refused("sequence parallelism", "allow_is_causal_skip of mask functions"):
         on_two_ranks("llama", batch | {"position_ids": PACKED})
+
+
+def test_experts_of_the_programs_own_may_have_some_of_the_attributes():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.num_experts, self.has_gate, self.has_bias = 4, True, False
+
+    assert not transformers_compat.are_experts(Experts())
 
 
 def test_a_switch_of_recomputation_is_seen_by_either_name(monkeypatch):

@@ -116,20 +116,18 @@ def of_stage(sums: StageSums) -> Iterator[None]:
 
 def replace(model: nn.Module) -> None:
     """Replace the functions of a model's load-balancing loss in their modules by ones that, elsewhere, do as before."""
-    for source, name, why_not in {found[:2]: found for module in model.modules() for found in balancing_losses(module)}.values():
+    for source, name in {found for module in model.modules() for found in balancing_losses(module)}:
         original: Callable = getattr(source, name)
         if not hasattr(original, "__wrapped__"):  # else it was done for an earlier model
-            setattr(source, name, _replaced(original, why_not))
+            setattr(source, name, _replaced(original))
 
 
-def _replaced(original: Callable, why_not: ConfigError | None) -> Callable:
+def _replaced(original: Callable) -> Callable:
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
         runtime, stage = next(reversed(_running.values()), None), getattr(_inside, "stage", None)
         if runtime is None and stage is None:
             return original(*args, **kwargs)
-        if why_not is not None:
-            raise ConfigError(str(why_not))
         return balance_loss(runtime, stage, *args, **kwargs)
 
     return chosen

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigError
 from ..utils.torch_compat import disable_current_modes, faking
+from ..utils.transformers_compat import is_own_loss
 from .cross_entropy import tiled_cross_entropy
 
 _IGNORED = -100
@@ -70,6 +71,7 @@ def computes_loss_in_tiles(module: nn.Module) -> bool:
 def _is_causal_lm(module: Any) -> bool:
     return (
         hasattr(type(module), "loss_function")
+        and is_own_loss(module.loss_function)
         and _is_of_next_token(module.loss_function)
         and module.get_output_embeddings() is not None
         and "logits_to_keep" in inspect.signature(type(module).forward).parameters
@@ -77,7 +79,7 @@ def _is_causal_lm(module: Any) -> bool:
 
 
 def _is_of_next_token(loss: Callable) -> bool:
-    """Return whether a loss function computes on three tokens what the cross-entropy of the next token is."""
+    """Return whether a loss function of Transformers computes on three tokens what the cross-entropy of the next token is."""
     with disable_current_modes():  # a plan has tensors without values
         logits = torch.arange(15, dtype=torch.float32, device="cpu").sin().view(1, 3, 5)
         labels = torch.tensor([[0, 3, 1]], device="cpu")
@@ -109,12 +111,16 @@ def _causal_forward(model: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
         return forward(model, *args, **kwargs)
     kept: list[Tensor] = []
     handle = model.base_model.register_forward_hook(lambda _module, _args, output: kept.append(output[0]))
-    before, model.loss_function = model.loss_function, functools.partial(_loss, model.get_output_embeddings(), tokens, kept)
+    own, before = set(model.__dict__), model.loss_function
+    model.loss_function = functools.partial(_loss, model.get_output_embeddings(), tokens, kept)
+    added = model.__dict__.keys() - own  # where the model keeps a loss that was set
     try:
         return forward(model, **(given | {"logits_to_keep": 1}))
     finally:
         handle.remove()
         model.loss_function = before
+        for name in added:
+            del model.__dict__[name]
 
 
 def _loss(

@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from ..utils.autograd import Running
 from ..utils.axes import SP
 from ..utils.releases import lacking
-from ..utils.torch_compat import FakeTensor
+from ..utils.torch_compat import FakeTensor, PlanMode
 from ..utils.transformers_compat import (
     answer_for_packed,
     attention_of,
@@ -174,11 +174,12 @@ def _parts(positions: Tensor) -> Tensor:
 def find_packed(find: Callable, position_ids: Tensor) -> Tensor | None:
     """Return what `find` does outside of a forward over an axis sp; in one, note that the next mask is of packed sequences.
 
-    None: there is one sequence. Positions of tensors without values, in a plan, can not be read, and are taken for those of one:
+    None: there is one sequence. In a plan, and over imagined ranks, positions can not be read, and are taken for those of one:
     else attention would have a mask of tokens x tokens, and compute the whole square of scores.
     """
     forward: _Forward | None = next(reversed(_running.values()), None)
-    if isinstance(position_ids, FakeTensor):
+    planned = isinstance(position_ids, FakeTensor) and isinstance(position_ids.fake_mode, PlanMode)
+    if planned or (forward is not None and forward.sequence.comm.imagined):
         return None
     if forward is None or forward.positions is None:
         return find(position_ids)

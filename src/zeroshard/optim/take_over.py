@@ -59,15 +59,17 @@ class TakeOver:
         library = theirs.__module__.partition(".")[0]
         width = next((width for width in _WIDTHS if theirs.__name__.endswith(width)), "")
         base = theirs.__name__.removesuffix(width).removeprefix("Paged")
+        if library == "torchao" and base not in _CLASSES[library]:  # its other optimizers hold an inner one
+            return config
         known = _CLASSES[library].get(base) if theirs is type(optimizer) else None
         mine: Any = known or getattr(torch.optim, base, torch.optim.AdamW)
         name, instead = f"{type(optimizer).__name__} of {library}", f"{'zs' if mine is Lion else 'torch.optim'}.{mine.__name__}"
-        form, settings = StateFormat(_WIDTHS.get(width, "fp32")), list[dict[str, Any]]()
+        form, settings, overrides = StateFormat(_WIDTHS.get(width, "fp32")), list[dict[str, Any]](), list[dict[str, Any]]()
         if library == "torchao" and known:
             settings = [torchao_compat.settings_of(optimizer)]
             form = dataclasses.replace(form, block=256 if form.format == "fp32" else settings[0]["block_size"])
         elif library == "bitsandbytes" and (known or base in _ELEMENTWISE):
-            settings = bitsandbytes_compat.settings_of(optimizer)
+            settings, overrides = bitsandbytes_compat.settings_of(optimizer)
             packed = [each["min_8bit_size"] for each in settings if each["optim_bits"] == 8]
             form = StateFormat("int8", min_numel=packed[0]) if packed else StateFormat("fp32")
         given = "" if form.format == "fp32" else f", optimizer_states={form.format!r}"
@@ -84,12 +86,11 @@ class TakeOver:
                 f"optimizer: {name} has states already, in a format of {library}: call zs.shard() before the first step and "
                 f"before load_state_dict(). {remedy}"
             )
+        form = dataclasses.replace(form, exempt=_exempt(optimizer, model, name, overrides))
         for option, (off, way) in _NOT_STEPPED.items():
             for value in (each.get(option, off) for each in settings):
                 if value != off:
                     raise ConfigError(f"optimizer: {option}={value!r} of {name} has no counterpart in {instead}: {way}. {remedy}")
-        if library == "bitsandbytes":
-            form = dataclasses.replace(form, exempt=_exempt(optimizer, model, name, settings, form))
         options = inspect.signature(mine).parameters
         made = mine([{k: v for k, v in group.items() if k in options} for group in optimizer.param_groups])
         self._before = type(optimizer), optimizer.defaults, [set(group) for group in optimizer.param_groups]
@@ -118,22 +119,16 @@ class TakeOver:
                 del group[key]
 
 
-def _exempt(
-    optimizer: torch.optim.Optimizer, model: nn.Module, name: str, settings: list[dict[str, Any]], form: StateFormat
-) -> tuple[str, ...]:
+def _exempt(optimizer: torch.optim.Optimizer, model: nn.Module, name: str, overrides: list[dict[str, Any]]) -> tuple[str, ...]:
     """Return names of parameters whose states bitsandbytes' GlobalOptimManager leaves in 32 bits; raise for other overrides."""
     names, found = {id(param): full for full, param in model.named_parameters()}, []
-    members = [(group, param) for group in optimizer.param_groups for param in group["params"]]
-    for (group, param), own in zip(members, settings, strict=True):
-        packed, full = own["optim_bits"] == 8, names.get(id(param), "a parameter")
-        other = {key: own[key] for key in group.keys() & own.keys() if own[key] != group[key]}
-        if packed and own["min_8bit_size"] != form.min_numel:
-            other["min_8bit_size"] = own["min_8bit_size"]
-        if other:
+    members = [param for group in optimizer.param_groups for param in group["params"]]
+    for param, given in zip(members, overrides, strict=False):  # those of torchao have none
+        if given not in ({}, {"optim_bits": 32}):
             raise ConfigError(
-                f"optimizer: bitsandbytes' GlobalOptimManager overrides {other} for {full} "
+                f"optimizer: bitsandbytes' GlobalOptimManager overrides {given} for {names.get(id(param), 'a parameter')} "
                 f"({name}), and zs.shard() takes over optim_bits=32 alone: give it a parameter group of its own instead."
             )
-        if form.format != "fp32" and not packed and id(param) in names:
-            found.append(full)
+        if given and id(param) in names:
+            found.append(names[id(param)])
     return tuple(found)

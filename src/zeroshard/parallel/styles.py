@@ -1,7 +1,7 @@
 """Styles of tensor parallelism: how each module of a model is sharded, and which numbers of ranks divide it.
 
 Styles are data: full names of modules (and of parameters that no linear map holds, such as those of experts) -> style. They
-come from the model itself if Transformers has some for it (`config.base_model_tp_plan`), else from FAMILIES.
+come from the model itself, or one inside of it, if Transformers has some (`config.base_model_tp_plan`), else from FAMILIES.
 `tensor_parallel.apply` shards the modules by them, with torch.distributed.tensor.parallel.
 
     one MLP, 2 ranks    x (replicated) -> up: rows 0..n/2 | n/2..n -> gelu -> down: columns 0..n/2 | n/2..n -> sum over ranks
@@ -125,7 +125,7 @@ def styles_for(model: nn.Module, styles: Mapping[str, Style] | None = None, *, v
     ours = any(f"{cls.__module__}.{cls.__qualname__}" == "zeroshard.planner.models.gpt.GPT" for cls in type(model).__mro__)
     kind = "zeroshard.GPT" if ours else getattr(getattr(model, "config", None), "model_type", "")
     family = FAMILIES.get(kind, Family({}))
-    given: dict[str, Style] = {**(_own_plan(model, names) or _by_tail(family.styles, names))}
+    given: dict[str, Style] = {**(_own_plan(model, names) or _inner_plan(model, names) or _by_tail(family.styles, names))}
     if not given and not styles:
         raise ConfigError(
             f"there are no tensor-parallel styles for {type(model).__name__}: give some, {{name: style}} with the styles colwise and "
@@ -207,7 +207,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def _sizes(model: nn.Module, styles: ParallelStyles) -> dict[str, int]:
     """Return the sizes that the number of ranks has to divide: description -> size."""
-    config: Any = getattr(model, "config", None)
+    config = _configuration(model)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     sizes: dict[str, int] = {}
     attention = [name for name in styles.by_name if "att" in name.lower()]
@@ -256,6 +256,20 @@ def _own_plan(model: nn.Module, names: list[str]) -> dict[str, str]:
     rules = {prefix + pattern: style for pattern, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
     rules |= tensor_parallel_plan(model)
     return {name: style for pattern, style in rules.items() for name in names if _matches(pattern, name)}
+
+
+def _inner_plan(model: nn.Module, names: list[str]) -> dict[str, str]:
+    """Return the styles of layers that a Transformers model inside of a model brings; embedding and head are not among them."""
+    config = _configuration(model)
+    plan = {pattern: style for pattern, style in (getattr(config, "base_model_tp_plan", None) or {}).items() if "*" in pattern}
+    held = [name for name, module in model.named_modules() if plan and config == getattr(module, "config", None)]
+    return _by_tail(plan, [each for each in names if each.startswith(tuple(f"{name}." if name else "" for name in held))])
+
+
+def _configuration(model: nn.Module) -> Any:
+    """Return the configuration of the first module, outermost first, that brings a plan; else that of the model itself, or None."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return next((each for each in found if getattr(each, "base_model_tp_plan", None)), getattr(model, "config", None))
 
 
 def _ends(model: nn.Module, family: Family) -> tuple[str, str]:

@@ -231,8 +231,8 @@ def _of_config(config: Any) -> nn.Module:
     """Build the causal language model of a Hugging Face configuration: attention by torch's own kernels, parameters in fp32."""
     transformers = _transformers(config.model_type)
     config.use_cache = False
-    # by default with sdpa, where a model has it
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # None: sdpa where a model has it, not what the configuration names, which may need a GPU
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=None, dtype=torch.float32)
     if _experts(config.get_text_config()):
         group_experts(model)
     return model
@@ -305,7 +305,7 @@ def _function(text: str) -> ModelSource:
 
 def group_experts(model: Any) -> None:
     """Make a model of Transformers compute its experts by `grouped_experts`."""
-    if not any(map(transformers_compat.are_experts, model.modules())):
+    if not any(map(transformers_compat.are_experts, model.modules())) and not transformers_compat.can_have_experts(model):
         raise ConfigError(f"{type(model).__name__}: its experts read the routing of tokens, which a plan does not have.")
     transformers_compat.compute_experts_by(model, EXPERTS, grouped_experts)
 

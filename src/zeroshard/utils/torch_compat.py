@@ -172,7 +172,7 @@ PlanMode: type[FakeTensorMode] = (
     QuickFakeMode
     if _calls("_prep_args_for_hash", "self", "result", "args", "state", "id_hashed_objects")
     and _calls("_get_output_tensor_from_cache_entry", "self", "state", "entry", "key", "args")
-    else FakeTensorMode
+    else type("PlanMode", (FakeTensorMode,), {})  # a class of its own, by which the tensors of a plan are known
 )
 
 

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
 from .releases import lacking, taken
-from .torch_compat import FakeTensorMode
+from .torch_compat import PlanMode
 
 _PROJECT = "transformers"
 _EXPERTS = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")  # set by `use_experts_implementation`
@@ -31,8 +30,9 @@ NAMES = {
     ),
     "eager_attention_forward": "sequence parallelism (an axis sp) of a Transformers model with attn_implementation='eager'",
     "masking_utils": "packed sequences in a Transformers model over an axis sp, and plans of such models",
-    "load_balancing_loss_func": "the router's loss of all ranks (axes ep and sp)",
+    "load_balancing_loss_func": "",  # where its arguments are others, the router's loss is the mean of the ranks' own
     **dict.fromkeys(("integrations.moe", "_apply_gate"), "a plan of a model with experts"),
+    "_can_set_experts_implementation": "",  # where it is missing, a model of experts whose layers are all dense has no plan
     **dict.fromkeys(_EXPERTS[1:], "experts in tiles, or divided over an axis ep"),
     "_init_weights": "the values of a Transformers model that was made on the meta device",
     **dict.fromkeys(_IN_FP32, "data_types.keep_in_fp32_modules: 'auto'"),
@@ -44,10 +44,19 @@ def _taken(owner: Any, name: str) -> Any:
     return taken(owner, _PROJECT, name, NAMES[name])
 
 
+def is_theirs(thing: object) -> bool:
+    """Return whether the class of an object is one of Transformers, or derived from one."""
+    return any(kind.__module__.startswith("transformers.") for kind in type(thing).__mro__)
+
+
 def is_pretrained(module: nn.Module) -> bool:
     """Return whether a module is a model of Transformers; False, without its import, if the program has not imported it."""
-    theirs = any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
-    return theirs and isinstance(module, sys.modules[_PROJECT].PreTrainedModel)
+    return is_theirs(module) and isinstance(module, sys.modules[_PROJECT].PreTrainedModel)
+
+
+def is_own_loss(function: Callable) -> bool:
+    """Return whether a loss function is one that Transformers brings, not the program's own."""
+    return getattr(function, "__module__", "").startswith("transformers.loss.")
 
 
 def recomputes(model: nn.Module) -> bool:
@@ -95,7 +104,7 @@ def _asks_for_packed(answer: Callable[[Callable, Tensor], Tensor | None]) -> boo
     """Wrap the function that finds packed sequences, once for the process; return whether masks then ask `answer`.
 
     The function is the one in Transformers' module of masks whose only argument is `position_ids`. It is tried on tensors without
-    values, whose positions can not be read: if `answer` is asked and takes them for one sequence, causal attention has no mask.
+    values, as in a plan: if `answer` is asked and takes them for one sequence, causal attention has no mask.
     """
     try:
         masks: Any = importlib.import_module("transformers.masking_utils")
@@ -107,7 +116,7 @@ def _asks_for_packed(answer: Callable[[Callable, Tensor], Tensor | None]) -> boo
             wrapped = functools.wraps(function)(functools.partial(answer, function))
             setattr(masks, name, wrapped)
     required = {each.name: None for each in inspect.signature(make).parameters.values() if each.default is each.empty}
-    with FakeTensorMode(), contextlib.suppress(Exception):
+    with PlanMode(), contextlib.suppress(Exception):
         given = {"config": config, "inputs_embeds": torch.empty(1, 4, 1), "position_ids": torch.zeros(1, 4, dtype=torch.long)}
         return make(**required | given) is None
     return False
@@ -125,20 +134,17 @@ def answer_for_packed(answer: Callable[[Callable, Tensor], Tensor | None], what:
 # -- the router's loss -----------------------------------------------------------------------------------------------
 
 
-def balancing_losses(module: nn.Module) -> list[tuple[ModuleType, str, ConfigError | None]]:
-    """Return the load-balancing losses in the files that define a class of a Transformers model: (Python module, name, why not).
+def balancing_losses(module: nn.Module) -> list[tuple[ModuleType, str]]:
+    """Return the load-balancing losses in the files that define a class of a Transformers model: (Python module, name).
 
-    They are recognised by their arguments. why not: the error for one whose arguments are others than those that are known.
+    They are recognised by the names of their arguments.
     """
     files = {kind.__module__: sys.modules.get(kind.__module__) for kind in type(module).__mro__ if is_pretrained(module)}
     found = []
     for file in filter(None, files.values()):
         for name, function in vars(file).items():
-            given = list(inspect.signature(function).parameters) if inspect.isfunction(function) else []
-            if given[:1] == _LOSS[:1]:
-                wanted, got = f"load_balancing_loss_func({', '.join(_LOSS)})", f"{name}({', '.join(given)})"
-                feature = NAMES["load_balancing_loss_func"]
-                found.append((file, name, None if given == _LOSS else lacking(_PROJECT, f"{wanted}, but {got}", feature)))
+            if inspect.isfunction(function) and list(inspect.signature(function).parameters) == _LOSS:
+                found.append((file, name))
     return found
 
 
@@ -148,12 +154,18 @@ def balancing_losses(module: nn.Module) -> list[tuple[ModuleType, str, ConfigErr
 def are_experts(module: nn.Module) -> bool:
     """Return whether a module has the attributes that Transformers' `use_experts_implementation` sets on experts.
 
-    Raise ConfigError where it has several of them, but not all.
+    Raise ConfigError where a module of Transformers has several of them, but not all: a release that sets others.
     """
     missing = [name for name in _EXPERTS if name not in module.__dict__]
-    if missing and len(missing) < len(_EXPERTS) - 2:
-        raise lacking(_PROJECT, f"{', '.join(missing)} of {type(module).__name__}", NAMES["has_gate"])
+    if missing and len(missing) < len(_EXPERTS) - 2 and is_theirs(module):
+        known = f"{', '.join(missing)} of {type(module).__name__} (experts are known by their {', '.join(_EXPERTS)})"
+        raise lacking(_PROJECT, known, NAMES["has_gate"])
     return not missing
+
+
+def can_have_experts(model: Any) -> bool:
+    """Return whether a model of Transformers, whose layers may all be dense, computes experts by a function of the registry."""
+    return getattr(model, "_can_set_experts_implementation", bool)()
 
 
 def spread_experts(module: Any) -> bool:
@@ -194,6 +206,6 @@ def initialiser(model: nn.Module) -> Callable[[nn.Module], object] | None:
 
 
 def kept_in_fp32(module: nn.Module, half: bool) -> list[str]:
-    """Return the names of modules, inside of a module, that its class keeps in fp32. half: those too that are exact in bf16."""
+    """Return the names of modules, inside of a module, that its class keeps in fp32; half: also of those that may be bf16, not fp16."""
     own = functools.partial(_taken, module) if is_pretrained(module) else lambda name: getattr(module, name, None)
     return [name for attribute in _IN_FP32[: 1 + half] for name in own(attribute) or ()]

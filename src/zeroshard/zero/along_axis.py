@@ -77,7 +77,7 @@ def check_axes(model: nn.Module, lines: Mapping[str, Parts]) -> None:
     lines: as for `connect`.
     """
     for name, module in model.named_modules():
-        adapted = module.get_base_layer() if hasattr(module, "get_base_layer") else None  # PEFT's
+        adapted = getattr(module, "base_layer", None)  # PEFT's
         if isinstance(adapted, AlongAxis):
             raise ConfigError(
                 f"{name} adapts parameters that are divided over the axis {adapted.axis!r} (LoRA with target_parameters), and needs "

@@ -68,7 +68,7 @@ def attach(runtime: Runtime) -> None:
     model.__dict__["zero_grad"] = zero_grad
     model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     for module, name in _replaced(model):
-        module.__dict__.setdefault(name, functools.partial(_REPLACEMENTS[name], runtime, module))  # the program's own stays
+        module.__dict__.setdefault(name, functools.partial(_REPLACEMENTS[name], module))  # the program's own stays
     give_interface(runtime)
     runtime.handles += [model.register_load_state_dict_pre_hook(take_own_names), *in_state_dicts(model)]
 
@@ -143,9 +143,8 @@ def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _resize(
-    _: Runtime, module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: object,
-    **kwargs: object,
-) -> object:  # fmt: skip
+    module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: object, **kwargs: object
+) -> object:
     """Replace `resize_token_embeddings` while sharded: raise ModelChanged unless the asked size is the present one."""
     rows = module.get_input_embeddings().weight.shape[0]
     wanted = rows if new_num_tokens is None else new_num_tokens
@@ -160,9 +159,8 @@ def _resize(
 
 
 def _save(
-    _: Runtime, module: Any, save_directory: object, is_main_process: bool = True, state_dict: object = None, *args: object,
-    **kwargs: object,
-) -> object:  # fmt: skip
+    module: Any, save_directory: object, is_main_process: bool = True, state_dict: object = None, *args: object, **kwargs: object
+) -> object:
     """Replace `save_pretrained` while sharded: only the main process, which writes the files, needs weights; others pass none.
 
     Raise ShardedAccessError if tensor parallelism has cut parameters: one process alone can not gather them.
@@ -176,7 +174,7 @@ def _save(
     return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
-def _encode(_: Runtime, module: Any, *args: object, **kwargs: object) -> object:
+def _encode(module: Any, *args: object, **kwargs: object) -> object:
     """Replace `forward` of nn.TransformerEncoder while sharded: where torch may take its fast path, gather the first layer before.
 
     torch looks at that layer's parameters before it runs the layer. If they are plain tensors, and there is padding, it computes
@@ -191,18 +189,27 @@ def _encode(_: Runtime, module: Any, *args: object, **kwargs: object) -> object:
     return call(*args, **kwargs)
 
 
-def _generate(runtime: Runtime, module: Any, *args: object, **kwargs: object) -> object:
+def _generate(module: Any, *args: object, **kwargs: object) -> object:
     """Replace `generate` while sharded: a rank whose sequences have ended runs forwards until those of all ranks have, if gathers
     need every rank, as Transformers has it for DeepSpeed and FSDP. A StallError names the argument where that was not asked for.
+
+    Ranks tell it over the default process group: others than those that gather would not answer, nor ranks whose data has ended.
     """
     generate = type(module).generate
-    takes = inspect.signature(generate)
-    meets = runtime.attendance.gathers_meet and not all(unit.pinned for unit in runtime.units if unit.sharded)
-    synced = takes.bind(module, *args, **kwargs).arguments.get("synced_gpus") if "synced_gpus" in takes.parameters else False
-    if meets and synced is None and dist.is_initialized():  # it is told over the default process group
-        synced = kwargs["synced_gpus"] = True
+    given = inspect.signature(generate).bind(module, *args, **kwargs)
+    # not stored with the method: a module without sharded parameters may be copied
+    runtimes = filter(None, [where() for where in _attached.valuerefs()])
+    runtime = next((each for each in runtimes if any(inner is module for inner in each.model.modules())), None)
+    meets = answered = False
+    if runtime is not None:
+        meets = runtime.attendance.gathers_meet and not all(unit.pinned for unit in runtime.units if unit.sharded)
+        answered = dist.is_initialized() and runtime.topology.shards.world_size == dist.get_world_size()
+        answered = answered and not runtime.attendance.joined
+    synced = given.arguments.get("synced_gpus") if "synced_gpus" in given.signature.parameters else False
+    if meets and answered and synced is None:
+        synced = given.arguments["synced_gpus"] = True
     try:
-        return generate(module, *args, **kwargs)
+        return generate(*given.args, **given.kwargs)
     except StallError as error:
         if synced or not meets:
             raise

@@ -23,7 +23,7 @@ from ...comm import backend_select
 from ...data.sequence import cut
 from ...errors import ConfigError
 from ...utils.axes import DP, SP
-from ...utils.transformers_compat import attention_of, is_pretrained
+from ...utils.transformers_compat import attention_of, is_theirs
 from .sections import DeepSpeedConfigError
 
 
@@ -125,8 +125,8 @@ class UlyssesSPAttentionHF(nn.Module):
         """
         if sequence_parallel_size == 1:
             return None
-        model = model_name_or_path
-        configured = attention_of(model.config) if is_pretrained(model) else core_attn_implementation
+        config = getattr(model_name_or_path, "config", None)  # of a model, of an adapted one, or of a module around one
+        configured = attention_of(config) if is_theirs(config) else core_attn_implementation
         if configured != core_attn_implementation:
             raise ValueError(
                 f"core_attn_implementation={core_attn_implementation!r}, and the model is configured for {configured!r}: give both the same "

@@ -91,7 +91,8 @@ class Sharding(DDPStrategy):
         self._options = {name: settings.pop(name) for name in list(settings) if name in known}
         self._options |= {"stage": stage} if config is None and "preset" not in self._options else {}
         zs.Config.build(config, **self._options)  # check options now, before ranks are started
-        if unknown := settings.keys() - inspect.signature(super().__init__).parameters.keys():
+        theirs = inspect.signature(super().__init__).parameters.values()
+        if unknown := settings.keys() - {each.name for each in theirs if each.kind is not each.VAR_KEYWORD}:
             name, listed = min(unknown), ", ".join(sorted(known))
             raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, known)} Known: {listed}, and those of DDPStrategy.")
         super().__init__(**settings)
