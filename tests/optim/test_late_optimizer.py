@@ -673,3 +673,14 @@ def test_what_replaces_two_optimizers_is_told_and_works():
         stepped(model, both)
 
     run_threads(2, run)
+
+
+def test_a_copy_of_a_late_optimizer_steps():
+    def run(rank):
+        model = net()
+        zs.shard(model, stage=3)
+        optimizer = copy.copy(torch.optim.SGD(model.parameters(), lr=0.1))
+        stepped(model, optimizer)
+        assert not optimizer.last_step.skipped
+
+    run_threads(2, run)

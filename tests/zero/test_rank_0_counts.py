@@ -1,5 +1,7 @@
 """Ranks that compute other values: a model is rank 0's, or is refused by name; never a part of each rank's."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from helpers import seeded
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.comm.fake import FakeComm
 from zeroshard.comm.launch import run_processes
 from zeroshard.testing import run_threads
 from zeroshard.zero import init_context
@@ -302,7 +305,9 @@ def test_writes_at_rest_that_differ_are_told_when_ranks_meet(what, when, tmp_pat
             "save": lambda: zs.save(str(tmp_path / "saved"), model, optimizer),
         }[when]
         for _ in range(2):
-            with pytest.raises(zs.ModelMismatch, match=rf"{name} \(ranks 1 hold other values than rank 0\).*modifier_rank=0"):
+            with pytest.raises(
+                zs.ModelMismatch, match=rf"{name} \(ranks 1 have written it otherwise than rank 0\).*modifier_rank=0"
+            ):
                 act()  # again at the next attempt
         with zs.gathered(weight, modifier_rank=0), torch.no_grad():
             weight.fill_(0.5)
@@ -325,7 +330,7 @@ def alone(rank: int, ranks: int) -> None:
         for write in (lambda: weight_of(model).fill_(1.0), lambda: weight_of(model)[:2].zero_()):
             if rank == 1:
                 write()
-            with pytest.raises(zs.ModelMismatch, match=r"0\.weight \(ranks 1 hold other values than rank 0\)"):
+            with pytest.raises(zs.ModelMismatch, match=r"0\.weight \(ranks 1 have written it otherwise than rank 0\)"):
                 optimizer.step()
             weight_of(model).fill_(0.5)
     optimizer.step()
@@ -589,3 +594,80 @@ def test_a_checkpoint_ends_a_difference(tmp_path):
 
     one, two = run_threads(2, run)
     assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+def test_parameters_that_no_module_has_any_more_and_modules_from_before():
+    def run(rank):
+        teacher = nn.Linear(4, 4)
+        with zs.init(stage=3):
+            student = nn.Module()
+            student.teacher, student.own = teacher, nn.Linear(3, 3)
+            replaced = student.own.weight
+            nn.init.ones_(replaced)
+            student.own.weight = nn.Parameter(torch.zeros(3, 3))
+            gone = nn.Linear(2, 2).weight
+            assert replaced.full_tensor().eq(1).all() and gone.full_tensor().shape == (2, 2)
+        assert type(teacher.weight) is nn.Parameter and not hasattr(teacher.weight, "to_local")
+        with pytest.raises(ValueError), zs.init(stage=3):
+            left = nn.Linear(3, 3)
+            raise ValueError
+        assert not init_context.is_born(left.weight) and not hasattr(left.weight, "full_tensor")
+
+    run_threads(2, run)
+
+
+def test_modules_in_cycles_that_some_ranks_have_freed():
+    def run(rank):
+        with zs.init(stage=3):
+            loose = nn.Linear(4, 4)
+            loose.__dict__["itself"] = loose
+            if rank == 1:
+                loose.__dict__.pop("itself")  # as if its garbage had been collected
+            del loose
+            model = nn.Linear(3, 3)
+        return model.weight.full_tensor()
+
+    one, two = run_threads(2, run)
+    assert torch.equal(one, two)
+
+
+def test_many_small_modules_take_linear_time():
+    def made(count: int) -> float:
+        begin = time.process_time()
+        with zs.init(stage=3, comm=FakeComm(0, 2)):
+            nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+        return time.process_time() - begin
+
+    made(200)
+    assert made(3000) < 8 * made(750) + 0.5
+
+
+def test_two_averages_and_dtypes_are_told_apart():
+    def run(rank):
+        model, optimizer = trained(rank)
+        one, two = zs.ema(model), zs.ema(model)
+        whole = one.full_state_dict()
+        one.load_state_dict({name: value + rank for name, value in whole.items()})
+        two.load_state_dict(whole)
+        with pytest.raises(zs.ModelMismatch):
+            optimizer.step()
+        one.load_state_dict(whole)
+        with torch.no_grad():
+            weight_of(model).copy_(weight_of(model).to(torch.bfloat16 if rank else torch.float16))
+        with pytest.raises(zs.ModelMismatch, match=r"0\.weight"):
+            optimizer.step()
+
+    run_threads(2, run)
+
+
+def test_a_state_that_is_refused_leaves_no_trace():
+    def run(rank):
+        model, optimizer = trained(rank)
+        optimizer.step()
+        if rank == 0:
+            with pytest.raises(zs.ConfigError):
+                optimizer.state[weight_of(model)]["exp_avg"] = torch.zeros(7)
+        loss(model).backward()
+        optimizer.step()
+
+    run_threads(2, run)

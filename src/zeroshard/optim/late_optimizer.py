@@ -99,7 +99,7 @@ class LateOptimizer(_Optimizer):
             raise ConfigError(f"optimizer: stages of a pipeline step together. Make this {name} before, and write {_GIVE}.")
         specs, taken = [spec for group in runtime.groups for spec in group.specs], TakeOver(self)
         before, planned = dict(self.__dict__), [group.plan for group in runtime.groups]
-        tally = self.tally
+        tally = self.__dict__.get("tally") or Tally(runtime.config.hold_schedulers)  # a copy of an optimizer has none
         self.give_back()
         try:
             config = taken.begin(runtime.model, runtime.config)

@@ -232,9 +232,9 @@ def remove_entry(core: OptimizerCore, param: Tensor, key: str) -> None:
     if key in _find(core, param)[0].states.load():
         core.runtime.gate.before()
         run, index = _alone(core, param)
-        _note(core, run.group, index, False, key)
         run.states.remove(key)
         core.states_changed()
+        _note(core, run.group, index, False, key)
 
 
 @torch.no_grad()
@@ -242,7 +242,6 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
     """Write one state of one parameter; return the entry for `optimizer.state[param]` (for a column, a view of the state)."""
     core.runtime.gate.before()
     run, index = _find(core, param)
-    _note(core, run.group, index, False, key, value)
     states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"
     was_column = key in states and run.holds(states[key])
     if is_column(value, shape) and not was_column:
@@ -261,6 +260,7 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
             rest, begin = run.place(run.states.load()[key], index)
             rest.store(begin, shown.as_subclass(Tensor).reshape(-1))
         core.states_changed()
+        _note(core, run.group, index, False, key, value)
         return shown
     if key not in states or was_column or hashable(states[key]) != hashable(value):
         run, index = _alone(core, param)
@@ -269,6 +269,7 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
         options = core.outer.param_groups[core.group_of[id(param)]]
         run.states.put(key, scalars_for(run, options, SavedState(scalars={key: value}))[key])
         core.states_changed()
+        _note(core, run.group, index, False, key, value)
     return run.states.load()[key]
 
 

@@ -101,8 +101,13 @@ def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         if reason is not None:
             raise ConfigError(
                 f"optimizer: {cls.__name__} {reason}, but each rank steps flat slices of the parameters, which takes an elementwise "
-                "optimizer. Use for example AdamW, SGD or zs.Lion; or, if it steps each parameter independently of the others, "
-                f"declare that with zs.whole_matrix({cls.__name__}) before zs.shard()."
+                "optimizer. Use for example AdamW, SGD or zs.Lion"
+                + (
+                    "."  # it takes sparse gradients alone
+                    if cls.__name__ == "SparseAdam"
+                    else "; or, if it steps each parameter independently of the others, declare that with zs.whole_matrix("
+                    f"{cls.__name__}) before zs.shard()."
+                )
             )
     try:
         found = departure(optimizer)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..utils import torch_compat
 
-_OWN = frozenset("_held _home _compute _of_parameter _of_gradient _is_param".split())  # attributes of this library
+_OWN = frozenset("_held _home _history _compute _of_parameter _of_gradient _is_param".split())  # attributes of this library
 _OWN |= set(torch_compat.FAKE_DEVICE)  # attributes in which a fake tensor keeps its device
 
 whole_now: dict[int, Any] = {}  # id of a parameter that `zs.gathered` has made whole -> its _Whole (zero/gathered_parameters.py)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ..errors import ShardedAccessError
+from ..utils.torch_compat import wrapped_in_ddp
 from .home import Home, Sliced
 
 _METHOD = 'In a method of another name than forward: zs.register_forward(module, "encode").'
@@ -25,6 +26,8 @@ def remedy_of(operation: str, of_gradient: bool, target: Tensor | None, grows: b
     target: the tensor that is written, if any; a whole one may be written by a sharded one (p -= lr * p.grad at stages 1
     and 2). grows: autograd would record the operation.
     """
+    if wrapped_in_ddp():
+        return "DistributedDataParallel around a sharded model: leave it out, zs.shard(model) stands in its place."
     if target is not None and not isinstance(target, Sliced):
         remedy = "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
         average = (

@@ -322,7 +322,7 @@ def trace_of(*values: object) -> int:
         if isinstance(leaf, Tensor):
             told.append(str(leaf._trace if isinstance(leaf, ShardedTensor) else checksum(leaf)))
         else:  # devices and addresses differ between ranks
-            told.append(repr(leaf) if isinstance(leaf, (int, float, complex, str)) else type(leaf).__name__)
+            told.append(repr(leaf) if isinstance(leaf, (int, float, complex, str, torch.dtype)) else type(leaf).__name__)
 
     tree_map_only(object, tell, values)
     return zlib.crc32(" ".join(told).encode())

@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import logging
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter, methodcaller
@@ -216,6 +217,14 @@ def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable]:
     """Return torch's own table of a tensor's hooks that run when its gradient is complete; its entries may be replaced."""
     return tensor._post_accumulate_grad_hooks or {}
+
+
+def wrapped_in_ddp() -> bool:
+    """Return whether torch's DistributedDataParallel is on the stack of calls: it is being made, or runs."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.nn.parallel.distributed":
+        frame = frame.f_back
+    return frame is not None
 
 
 # -- modules and optimizers --------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@
 A parameter under zs.init, in time:
 
     whole     from its registration on, on each rank: constructors read and write it as on one process
-    cut       when another module registers a parameter and more than _WHOLE_NBYTES are whole, by zs.gathered and what else
-              needs sharded parameters, or at the context's end (collective): where ranks have other values, they get rank 0's
+    cut       when a module registers a parameter and more than _WHOLE_NBYTES of other modules' are whole, by zs.gathered and
+              what else needs sharded parameters, or at the context's end (collective): ranks with other values get rank 0's
     at rest   a write acts on each rank's slice (a random draw is of the whole, of which a slice is kept); zs.shard refuses a
               parameter that ranks have written differently
 """
@@ -16,6 +16,7 @@ A parameter under zs.init, in time:
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import threading
@@ -34,7 +35,7 @@ from ..comm.base import Comm
 from ..comm.codec import exchange_values
 from ..comm.process_group import talking_device
 from ..config import Config, Placement
-from ..errors import ShardedAccessError, ShardedWriteError
+from ..errors import ModelMismatch, ShardedAccessError, ShardedWriteError
 from ..tensor.attributes import attributes_of, whole_now
 from ..tensor.distributed import is_distributed
 from ..tensor.home import Home
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 _WHOLE_NBYTES = 64 << 20  # bytes of other modules' parameters that are whole when a parameter is registered: more are cut
 _ALL = 0  # no module has this id
-_LATER = ("full_tensor", "to_local")  # methods of sharded parameters; called on a whole one, they cut it
+_LATER = ("full_tensor", "to_local", "__deepcopy__")  # methods that a whole parameter has beside those of its class
 _PROCESS = uuid.uuid4().hex  # tells, with the process's number, ranks that are threads from processes
 _numbers = itertools.count()  # number of births so far: in the same order on every rank, also if ranks are threads
 
@@ -161,47 +162,50 @@ def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Non
         origin = Origin(param)
         set_data(param, param.detach().to(wanted))
         origin.slice = torch_compat.storage_id(param.untyped_storage())
-
-    def forget(_: object) -> None:  # the module was thrown away
-        nbytes[_ALL] -= nbytes.pop(key, 0)
-
-    known = weakref.ref(module, forget)
-    for verb in _LATER:
-        param.__dict__.setdefault(verb, _Later(known, name, verb))
-    _here.born.append(_Born(known, name, origin))
-    for each in (key, _ALL):
+    _mark(param)
+    _here.born.append(_Born(weakref.ref(module), name, origin))
+    _here.noted.add(id(param))
+    for each in (key, _ALL):  # also of modules that are thrown away: ranks free them at different times
         nbytes[each] = nbytes.get(each, 0) + param.nbytes
 
 
 def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Note the parameters of a module that is a copy of another: `copy.deepcopy` registers none."""
-    if not _here.inits or submodule is None:
-        return
-    known = {(id(born.module()), born.name) for born in _here.born}
-    for each in submodule.modules():
+    """Note the parameters in a module that were copied from others made inside: `copy.deepcopy` registers none."""
+    for each in submodule.modules() if _here.inits and submodule is not None else ():
         for attribute, param in own_parameters(each).items():
-            if param is not None and not _stays_uncut(param) and (id(each), attribute) not in known:
+            if param is not None and is_born(param) and id(param) not in _here.noted:
                 _registered(each, attribute, param)
 
 
 def is_born(param: Tensor) -> bool:
     """Return whether a parameter was made inside of `init`, and is whole."""
-    return _LATER[0] in param.__dict__
+    return isinstance(param.__dict__.get(_LATER[0]), _Later)
+
+
+def _mark(param: nn.Parameter) -> None:
+    for verb in _LATER:
+        param.__dict__[verb] = _Later(weakref.ref(param), verb)
 
 
 class _Later(NamedTuple):
-    """A method that only sharded parameters have: it cuts the parameters that are whole, and calls theirs (collective)."""
+    """A method of one whole parameter. What only sharded ones have cuts those that are whole (collective), and calls theirs."""
 
-    module: weakref.ref[nn.Module]
-    name: str
+    param: weakref.ref[nn.Parameter]
     verb: str
 
-    def __call__(self) -> Tensor:
+    def __call__(self, *memo: dict) -> Tensor:
+        param: Any = self.param()
+        if self.verb == "__deepcopy__":
+            copy = nn.Parameter.__deepcopy__(param, *memo)
+            _mark(copy)
+            return copy
         cut_whole()
-        return getattr(own_parameters(self.module())[self.name], self.verb)()
+        if is_born(param):  # of no module any more, or left whole by an error
+            return param.detach().clone() if self.verb == "full_tensor" else param.detach()
+        return getattr(param, self.verb)()
 
     def __reduce__(self) -> tuple[type, tuple]:
-        return type(None), ()  # no part of a copy
+        return type(None), ()  # no part of a pickled parameter
 
 
 def cut_whole(around: nn.Module | None = None) -> None:
@@ -215,8 +219,15 @@ def cut_whole(around: nn.Module | None = None) -> None:
         left = _here.nbytes.get(id(around), 0)
         _here.nbytes.clear()
         _here.nbytes.update({id(around): left, _ALL: left})
-        places = [(module, born.name, born.origin) for born in now if (module := born.module()) is not None]
-        _cut_present(_here.inits[0][0], places)
+        _here.noted.clear()
+        with contextlib.suppress(ModelMismatch):
+            return _cut_present(_here.inits[0][0], _places(now))
+        gc.collect()  # some ranks may have freed modules in reference cycles, which others still have
+        _cut_present(_here.inits[0][0], _places(now))
+
+
+def _places(born: list[_Born]) -> list[tuple[nn.Module, str, Origin | None]]:
+    return [(module, each.name, each.origin) for each in born if (module := each.module()) is not None]
 
 
 def cut_module(module: nn.Module, comm: Comm) -> None:
@@ -232,6 +243,9 @@ def _cut_present(comm: Comm, places: list[tuple[nn.Module, str, Origin | None]])
     if whole and not comm.imagined:
         check_alike(comm, {"parameter": [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in whole.values()]}, "zs.init")
         agree_on_values(comm, list(whole.values()), "zs.init: compare values")
+    for name, param in whole.values():
+        if param.grad is not None:
+            raise ShardedAccessError(f"{name} takes no gradient before zs.shard(model, optimizer).")
     cut: dict[int, nn.Parameter | None] = {}
     for module, name, param, origin in there:
         if id(param) not in cut:
@@ -245,8 +259,6 @@ def _cut(comm: Comm, module: nn.Module, name: str, param: nn.Parameter, origin: 
     home = BirthHome(comm, f"{type(module).__name__}.{name}", param.numel())
     given = {key: value for key, value in attributes_of(param).items() if key not in _LATER}
     local = param.detach().reshape(-1)[home.start : home.stop].clone()
-    if param.grad is not None:
-        raise ShardedAccessError(f"{home.name} takes no gradient before zs.shard(model, optimizer).")
     if origin is None or origin.slice != torch_compat.storage_id(param.untyped_storage()):  # the program gave it other memory
         origin = Origin(param)
     origin.slice = torch_compat.storage_id(local.untyped_storage())
@@ -266,7 +278,7 @@ def init(
 
     It is for stages that shard parameters. Give the same stage (and comm) to zs.shard afterwards. All ranks enter and leave it
     (collective). A parameter is whole when it is made, and constructors may write it in any way. It is cut, with rank 0's
-    values, when a later module registers a parameter and more than 64 MiB are whole, in `zs.gathered`, or when the context ends.
+    values, when a module registers a parameter and more than 64 MiB of others are whole, in `zs.gathered`, or when the context ends.
     A write to a parameter that is cut acts on the
     slices; zs.shard raises ModelMismatch for one that ranks have written differently. Inside, torch's generators have rank 0's
     states, so that values equal, bit for bit, those of one process with rank 0's seed; the other ranks' own states return at
@@ -302,7 +314,11 @@ def init(
         finally:
             _here.inits.remove((group, dtype))
             if not _here.inits:  # not empty after an error
+                for module, attribute, _ in _places(_here.born):
+                    for verb in _LATER:
+                        vars(own_parameters(module).get(attribute, module)).pop(verb, None)
                 _here.born.clear()
+                _here.noted.clear()
                 _here.nbytes.clear()
                 _here.nbytes[_ALL] = 0
             with _hook.lock:
@@ -334,7 +350,8 @@ def _generators_of_rank_0(comm: Comm) -> Iterator[None]:
     try:
         yield
     finally:
-        for generator, state in zip(generators if comm.rank != 0 else [], mine, strict=False):
+        other = everyone[comm.rank][0] != everyone[0][0]  # ranks with rank 0's seed go on with it
+        for generator, state in zip(generators if other else [], mine, strict=False):
             generator.set_state(state)
 
 
@@ -349,13 +366,14 @@ class _Hook:
 class _Here(threading.local):
     """State of a thread. inits: the `init` contexts that it is in, as (comm, dtype), the outermost first.
 
-    born: the parameters that are whole; nbytes: their bytes, by id of the module, and of _ALL. holds: number of `whole_births` that it is in,
+    born: the parameters that are whole, noted: their ids; nbytes: their bytes, by id of the module, _ALL: of all. holds: number of `whole_births` that it is in,
     inside of which none is cut.
     """
 
     def __init__(self) -> None:
         self.inits: list[tuple[Comm, torch.dtype | None]] = []
         self.born: list[_Born] = []
+        self.noted: set[int] = set()
         self.nbytes: dict[int, int] = {_ALL: 0}
         self.holds = 0
 

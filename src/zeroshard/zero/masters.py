@@ -24,7 +24,7 @@ class Masters:
 
     rest: masters of the shard or, if `whole`, of the whole buffer; None if the optimizer steps the values themselves.
     dirty: parameters written since the last `follow`. versions: last known version counters of replicated parameters.
-    traces: (parameter, "value", "states" or "average") -> trace of what the program has written since ranks last compared.
+    traces: (parameter, "value", "states" or "average N") -> trace of what the program has written since ranks last compared.
     """
 
     def __init__(self, group: ParamGroup) -> None:

@@ -174,11 +174,13 @@ class ValueWatch:
             numbers = {number for part in everyone for number, _ in struct.iter_unpack("<II", part)}
             everyone = self.comm.exchange(_packed(self._sums(numbers)), "values written at rest: compare")
             columns = [dict(struct.iter_unpack("<II", part)) for part in everyone]
-            names = {spec.number: spec.name for group in self._groups for spec in group.specs}
+            names = {spec.number: (spec.name, group) for group in self._groups for spec in group.specs}
             for number in sorted(numbers):
                 others = [rank for rank, sums in enumerate(columns) if sums[number] != columns[0][number]]
                 if others:
-                    found.append(f"{names[number]} (ranks {', '.join(map(str, others))} hold other values than rank 0)")
+                    name, group = names[number]
+                    how = "have written it otherwise than" if group.values.sharded else "hold other values than"
+                    found.append(f"{name} (ranks {', '.join(map(str, others))} {how} rank 0)")
         if found:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
             raise ModelMismatch(

@@ -20,7 +20,7 @@ from ..config import Placement
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GATHERED
 from ..offload.storage import Rest
-from ..tensor.sharded_tensor import checksum
+from ..tensor.sharded_tensor import trace_of
 from ..tensor.tiled_parameter import Part, parts_in, whole_name
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name, own_state
@@ -136,7 +136,8 @@ def put_full_tensors(
     for rest, group, index, value in writes:
         spec, piece = group.specs[index], group.homes[index].piece
         if watch.watches(group):
-            group.masters.note(index, checksum(value), True, "average")
+            place = next((place for place, average in enumerate(group.averages) if average is rest), -1)
+            group.masters.note(index, trace_of(value), True, f"average {place}")
         if not spec.absent:
             whole = value if spec.part is None else spec.part.of(value)
             rest.store(piece.shard_offset, whole.reshape(-1)[piece.start : piece.stop].to(rest.dtype))
