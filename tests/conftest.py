@@ -248,6 +248,14 @@ def _ranks_are_forks():
     rank_server.start()
 
 
+@pytest.fixture(autouse=True)
+def _commands_speak():
+    """--quiet and --verbose of a command hold for its process: what a test prints must not depend on those that ran before."""
+    yield
+    if (arguments := sys.modules.get("zeroshard.cli.arguments")) is not None:
+        arguments._chosen.update(quiet=False, verbose=False)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _single_process_was_said():
     """The line comes once a process: whether a test sees it must not depend on which tests ran before. test_bad_input asks for it."""

@@ -296,12 +296,11 @@ def test_models_are_born_on_disk(way, precision, disk, tmp_path, strict_device):
     lock = threading.Lock()
 
     def born(extra: dict) -> tuple[nn.Module, dict]:
-        with lock:  # generator, registration hooks and the default device are the process's, not the thread's
-            if way == "init":
-                with zs.init(**options, **extra):
-                    return seeded(lambda: OddGPT(dim=24, layers=2)), {}
-            with torch.device("meta"):
-                return OddGPT(dim=24, layers=2), {"weights": tmp_path}
+        if way == "init":
+            with zs.init(**options, **extra), lock:  # the generator is the process's, not the thread's
+                return seeded(lambda: OddGPT(dim=24, layers=2)), {}
+        with lock, torch.device("meta"):  # so is the default device
+            return OddGPT(dim=24, layers=2), {"weights": tmp_path}
 
     def rank_run(rank: int, on_disk: bool, own_device: bool) -> tuple:
         strict_device(rank, own_device)
