@@ -102,6 +102,14 @@ class Save:
             self._copied.wait()
             self.stall_seconds += time.monotonic() - begin
 
+    def wait_part(self, timeout_s: float | None = None) -> None:
+        """Wait until this rank has written its part, and on rank 0 until the checkpoint is complete or has failed.
+
+        It is for a process that ends after an error: it is not collective, and does not raise what failed.
+        """
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
     def wait(self) -> Path:
         """Wait until the checkpoint is complete; return its path (collective). Raises what failed (CheckpointWriteError, ...)."""
         if self._settle is not None:
@@ -478,8 +486,7 @@ class Writing:
         """Join the background thread and agree on how the save ended; discard the draft if it failed (collective)."""
 
         def ended() -> None:
-            if save._thread is not None:
-                save._thread.join()
+            save.wait_part()
             if save._error is not None:
                 raise save._error
 

@@ -23,7 +23,7 @@ import zeroshard as zs
 
 from ..checkpoint.directory import LATEST
 from ..comm import backend_select
-from ..comm.launch import spawn
+from ..comm.launch import GRACE_S, spawn
 from ..data.text import Corpus, compressed_bits_per_byte, read_corpus
 from . import report_error, summary
 from .arguments import ExitCode, UsageError
@@ -94,6 +94,8 @@ def _run(options: TrainOptions, ranks: Ranks) -> None:
     try:
         before, steps = _train(trainer, folder, path / CHECKPOINTS)
     except BaseException:
+        if trainer.saving is not None:  # several ranks end at once (above), and the launcher ends them after its grace
+            trainer.saving.wait_part(None if ranks.world_size == 1 else 0.7 * GRACE_S)
         if ranks.first:
             print(f"zeroshard: stopped after {trainer.step:,} steps; {_goes_on(path)}", file=sys.stderr, flush=True)
         raise
@@ -196,7 +198,7 @@ def _resume(trainer: Trainer, path: Path) -> RunFolder | None:
 
 def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tuple[float, list[StepResult]]:
     """Train; return the bits per byte of the held-out text before training, and the results of all steps."""
-    options, results, saving = trainer.options, [], None
+    options, results = trainer.options, []
     recorded = folder.records[0].get("held_out_bits_per_byte") if folder is not None and folder.records else None
     before = float(trainer.ranks.gather(-1.0 if recorded is None else recorded)[0, 0])
     if before < 0:  # else that of the run that is resumed
@@ -218,9 +220,9 @@ def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tup
                 if folder is not None:
                     folder.record(step=result.step, seconds=result.seconds, held_out_bits_per_byte=bits)
             if options.save_every and (result.step % options.save_every == 0 or result.fraction == 1.0):
-                saving = trainer.save(checkpoints)  # after all rows of the step, since a resume keeps rows up to this step
-    if saving is not None:
-        saving.wait()
+                trainer.save(checkpoints)  # after all rows of the step, since a resume keeps rows up to this step
+    if trainer.saving is not None:
+        trainer.saving.wait()
     return before, results
 
 

@@ -152,6 +152,7 @@ class Trainer:
         self.identity = {"corpus": corpus.digest, **{name: getattr(options, name) for name in SAME_WHEN_RESUMED}}
         self.held_out = corpus.held_out[: options.eval_bytes]
         self.step_traffic, self.step_moved = {}, {}
+        self.saving: zs.Save | None = None  # the last save
         self.run = parallelize(options, ranks) if options.axes.cuts_model else None
         self.model, self.optimizer = build(options, ranks) if self.run is None else (self.run.model, self.run.optimizer)
 
@@ -201,11 +202,11 @@ class Trainer:
         fraction = step / self.options.steps
         return fraction if self.options.time_limit is None else max(fraction, seconds / self.options.time_limit)
 
-    def save(self, folder: Path) -> zs.Save:
-        """Save a checkpoint with all that `resume` needs (collective)."""
+    def save(self, folder: Path) -> None:
+        """Save a checkpoint with all that `resume` needs (collective). `saving` is its handle."""
         traffic = self.ranks.of_first(json.dumps([self.step_traffic, self.step_moved]))  # rank 0's, which reports it
         run = {"step": self.step, "seconds": self.seconds, "traffic": traffic, **self.identity}
-        return zs.save(
+        self.saving = zs.save(
             folder, self.model, self.optimizer, extra={"run": run}, step=self.step, keep_last=self.options.keep_last,
             asynchronous=self.options.save_in_background, overwrite=True,
         )  # fmt: skip
