@@ -210,6 +210,7 @@ def _are_dtypes(value: object) -> bool:
 _DTYPES = Kind("{class name or name pattern: floating-point dtype}", _are_dtypes)
 _DTYPE = Kind("torch.float32, bfloat16 or float16", lambda value: value in PRECISIONS.values())
 _MASTERS = Kind("True, False or 'split'", lambda value: isinstance(value, bool) or value == "split")
+_SUMS = Kind("'ordered' or 'backend'", lambda value: value in ("ordered", "backend"))
 _LOSS_SCALE = Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or is_scale(value))
 _SCALE = Kind("a number above 0", is_scale)
 
@@ -283,7 +284,10 @@ class Config:
     overlap: overlap reductions and gathers with the computation; False waits for each (for debugging).
     prefetch_nbytes: bound on the bytes gathered ahead of use. One unit is gathered ahead in any case, also with 0.
     gradient_dtype: dtype in which reduced gradients are stored and accumulated.
-    reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always computed in fp32.
+    reduce_dtype: dtype in which gradients are sent; None: the precision's, or with sums="backend" at least fp32.
+    sums: "ordered": every rank sends each other one its slice, and sums are computed in fp32 in rank order: the same bits on every
+        backend. "backend": the process group sums, by reduce_scatter_tensor, in the dtype in which gradients are sent, as FSDP2
+        and DeepSpeed do it: nothing is received beside the shard, and the bits depend on the backend and the number of ranks.
     master_weights: keep fp32 masters and states if the precision is below fp32. False: the optimizer steps the low-precision
         parameters with states of their dtype, and rank 0 prints a line. "split" (bf16): the masters are the parameters and 16
         more bits each, 2 bytes less; one value in 131,072, half-way between two bf16 numbers, loses its last bit.
@@ -354,6 +358,7 @@ class Config:
     prefetch_nbytes: int = option(64 << 20, BOUND)
     gradient_dtype: torch.dtype = option(torch.float32, _DTYPE)
     reduce_dtype: torch.dtype | None = option(None, _DTYPE)
+    sums: Literal["ordered", "backend"] = option("ordered", _SUMS)
     master_weights: bool | Literal["split"] = option(True, _MASTERS)
     optimizer_states: StateFormat | Mapping[str, StateFormat] | None = None
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, metadata={"kind": _DTYPES})
@@ -470,6 +475,10 @@ class Config:
             raise ConfigError(
                 "hierarchical=False with zero_hpz_partition_size: secondary shards need communication in two hops. Give one of them."
             )
+        if self.zero_quantized_gradients is not None and self.sums == "backend":
+            raise ConfigError(
+                "sums='backend' with zero_quantized_gradients: packed gradients are unpacked and summed in rank order. Give one of them."
+            )
         if self.zero_quantized_weights is not None and self.row.optimizer is not Placement.SHARDED:
             raise ConfigError("zero_quantized_weights needs stage 1, 2 or 3: at stage 0 no parameters are sent.")
 
@@ -538,6 +547,10 @@ class Config:
     def compute_dtype(self) -> torch.dtype:
         return PRECISIONS[self.precision]
 
+    def sent_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of parameters of `dtype` are sent."""
+        return self.reduce_dtype or (torch.promote_types(dtype, torch.float32) if self.sums == "backend" else dtype)
+
 
 # -- the same options as types, for editors and type checkers: a test compares them with the fields of Config
 
@@ -555,6 +568,7 @@ class ConfigFields(TypedDict, total=False):
     prefetch_nbytes: float | None
     gradient_dtype: str | torch.dtype | None
     reduce_dtype: str | torch.dtype | None
+    sums: Literal["ordered", "backend"] | None
     master_weights: bool | Literal["split"] | None
     optimizer_states: StateFormat | str | Mapping[str, object] | None
     dtypes: Mapping[str, str | torch.dtype] | None

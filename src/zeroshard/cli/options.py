@@ -93,6 +93,9 @@ class RunOptions:
     delayed_update: int | None = option(None, "host steps beside computation, after N steps", type=int, group=OFFLOAD)
     shard_size: int | None = option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=NETWORK)
     hpz: int = option(1, "ranks of a secondary shard (hpZ)", type=int, group=NETWORK)
+    sums: Literal["ordered", "backend"] = option(
+        "ordered", "ordered: in rank order; backend: NCCL adds gradients up", choices=("ordered", "backend"), metavar="HOW", group=NETWORK
+    )  # fmt: skip
     quantized_weights: str | None = option(
         None, f"compress parameters (qwZ): {', '.join(CODECS)}", choices=tuple(CODECS), metavar="NAME", group=NETWORK
     )
@@ -272,6 +275,7 @@ class TrainOptions(RunOptions):
             master_weights=MASTERS[self.master_weights or "fp32"],
             shard_size=self.shard_size,
             zero_hpz_partition_size=self.hpz,
+            sums=self.sums,
             zero_quantized_weights=self._packed(self.quantized_weights),
             zero_quantized_gradients=self._packed(self.quantized_gradients, self.error_feedback),
         )

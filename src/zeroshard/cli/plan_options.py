@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OUTPUT, _SEARCH, _SIMULATED = "output", "search for the fastest layout", "simulation"  # headings of --help, as COMMON
 SWEPT = ("ranks", "micro-batch", "pp", "tp", "ep", "sp")
-_SAME = ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "shard_size", "hierarchical",
+_SAME = ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "shard_size", "hierarchical", "sums",
          "max_live_parameters", "max_unit_numel", "prefetch_bucket_size", "delayed_update", "optimizer_states")  # fmt: skip
 
 
@@ -103,7 +103,7 @@ class PlanOptions(RunOptions):
         given = {SHARD_NAMES.get(name, name): getattr(self, name) for name in (*_SAME, *SHARD_NAMES)}
         if self.master_weights is not None:
             given["master_weights"] = MASTERS[self.master_weights]
-        usual = {"max_live_parameters": 0, "zero_hpz_partition_size": 1, "master_weights": True}
+        usual = {"sums": "ordered", "max_live_parameters": 0, "zero_hpz_partition_size": 1, "master_weights": True}
         found = {name: value for name, value in given.items() if value not in (None, "none") and value != usual.get(name, ...)}
         found.setdefault("stage", 3)
         found.setdefault("precision", "bf16" if hardware.separate else "fp32")

@@ -99,9 +99,13 @@ class Hops(Collective):
     the first collective over. Otherwise (NCCL) both are enqueued on the side stream at once.
     """
 
-    def __init__(self, control: Control, first: Collective, go_on: Callable[[], Collective], sent: Sent, label: str) -> None:
-        """go_on: starts the second collective. sent: bytes that this rank sends for both."""
+    def __init__(
+        self, control: Control, first: Collective, go_on: Callable[[], Collective], sent: Sent, label: str, in_order: bool = False
+    ) -> None:  # fmt: skip
+        """go_on: starts the second collective. sent: bytes that this rank sends for both. in_order: the second is a reduction that is
+        matched by order (`Group.in_order`)."""
         self.control, self.first, self._go_on, self.sent, self.label = control, first, go_on, sent, label
+        self.in_order = in_order
         self.second: Collective | None = None  # None: not begun yet
         self._begun = self._over = False
         self._ticket: Any = None
@@ -311,6 +315,20 @@ class DirectComm(Control, Comm):
         output_counts, input_counts: number of elements of each part, by rank; None: equal parts. All ranks call this in the same
         order; `input` may be overwritten after `wait`.
         """
+
+    def open_sums(self) -> None:
+        """Prepare `reduce_scatter` and `all_reduce` (collective), which only a group that `adds` has."""
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], label: str) -> Collective:
+        """Start a sum by the backend: out (n,) becomes this rank's slice of the sum of `whole` (world_size * n,); then call `then`.
+
+        out: of the same dtype; it may be this rank's slice of `whole`.
+        """
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: Tensor, then: Callable[[], None], label: str) -> Collective:
+        """Start a sum by the backend: `tensor` becomes its sum over ranks; then call `then`."""
+        raise NotImplementedError
 
     @property
     def mail_nbytes(self) -> int:

@@ -43,17 +43,25 @@ class HopQueue:
         self._busy = False
 
     def advance(self) -> None:
-        """Begin the second collective of all hops whose first is over."""
+        """Begin the second collective of all hops whose first is over; of those that are matched by order, in their order."""
         if self._busy or not self.items:  # busy: a `begin` below has called a collective, which polls
             return
         self._busy = True
         try:
-            for hops in [hops for hops in self.items if hops.first.done()]:
+            for hops in self._ready():
                 if hops in self.items:  # else it was begun during a wait in the `begin` of another one
                     self.items.remove(hops)
                     hops.begin()
         finally:
             self._busy = False
+
+    def _ready(self) -> list[Hops]:
+        found, behind = [], False  # behind: an earlier one that is matched by order is not over
+        for hops in self.items:
+            over = hops.first.done()
+            found += [hops] * (over and not (behind and hops.in_order))
+            behind = behind or (hops.in_order and not over)
+        return found
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -78,6 +86,8 @@ class Group:
     nodes: list[int]  # node number of each rank. Links inside a node are fast, links between nodes are slower
     device: torch.device
     ordered: bool = False
+    in_order: bool = False  # reductions are matched by their order, whatever `ordered` says of gathers (sums="backend")
+    adds: bool = False  # the backend sums for this group: `DirectComm.reduce_scatter`
     shares_memory: bool = False  # peers read this rank's regions, so `allocate` is collective
     copies: bool = False  # this rank gathers resting shards by copying them: no peer has to take part
     drains_all: bool = True  # once a reduction has drained here, the results of all ranks are in place

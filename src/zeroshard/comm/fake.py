@@ -91,6 +91,7 @@ class FakeComm(DirectComm):
         self.ordered = self.kind.separate
         self.waits_on_host = not self.kind.separate
         self.shares_memory = self.copies = self.kind.shares_memory
+        self.adds = not self.copies
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
         if not self.shares_memory:
@@ -117,6 +118,18 @@ class FakeComm(DirectComm):
             torch.empty(held_nbytes, dtype=torch.uint8, device=source.tensor.device)
         work = self._start(label, source.tensor.nbytes // self.world_size, distinct=True)
         work.square_sum = 1.0  # see `Watcher.square_sums`
+        return work
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], label: str) -> Collective:
+        return self._summed(then, label, out.nbytes)
+
+    def all_reduce(self, tensor: Tensor, then: Callable[[], None], label: str) -> Collective:
+        return self._summed(then, label, 2 * tensor.nbytes // self.world_size)
+
+    def _summed(self, then: Callable[[], None], label: str, nbytes: int) -> Collective:
+        then()
+        work = self._start(label, nbytes)
+        work.square_sum = 1.0
         return work
 
     def all_to_all(

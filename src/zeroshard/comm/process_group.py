@@ -196,8 +196,12 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
 class DistComm(DirectComm):
     """Comm over a torch.distributed process group (gloo or NCCL).
 
+    _summing: the group that sums, of exactly these ranks; None until `open_sums`.
+
     Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). The threads of `waiter` only wait for gloo's requests.
     """
+
+    adds = True
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
@@ -224,6 +228,7 @@ class DistComm(DirectComm):
         make: Any = functools.partial(dist.new_group, self.ranks, self._timeout, "gloo", use_local_synchronization=local)
         self._control: Any = make()
         self._data: Any = make() if self.backend == "gloo" else group
+        self._summing: Any = None
         if self.world_size > 1:
             self.desk = desk = ProcessDesk.among(self, on_this_host=False)
             self.nodes = desk.nodes()
@@ -250,7 +255,7 @@ class DistComm(DirectComm):
         if key in self._subgroups:  # models share a subgroup, since each costs new process groups
             return self._subgroups[key]
         group = super().subgroup(parts)  # shares the desk and the waiter threads
-        group._subgroups, group._parent = {}, self.root
+        group._subgroups, group._parent, group._summing = {}, self.root, None
         if apart and self.local is not None:  # this host's ranks in this rank's part; None where there is no other
             here = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
             near = [[here.index(rank) for rank in part if rank in here] for part in parts]
@@ -322,6 +327,31 @@ class DistComm(DirectComm):
         known = [square for square in squares if square is not None]
         last.take((sum(known) if len(known) == len(squares) else None, tuple({r: None for w in works for r in w.culprits})))
         return last
+
+    def open_sums(self) -> None:
+        if (
+            self._summing is None and self.backend == "gloo" and self._parent is not None
+        ):  # `_data` is the parent's, of more ranks
+            self._summing = dist.new_group(self.ranks, self._timeout, "gloo", use_local_synchronization=True)
+        elif self._summing is None:
+            self._summing = self._data
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], label: str) -> Collective:
+        start = functools.partial(torch_compat.reduce_scatter_single, out, whole)
+        return self._summed(start, then, label, out.nbytes)
+
+    def all_reduce(self, tensor: Tensor, then: Callable[[], None], label: str) -> Collective:
+        return self._summed(functools.partial(dist.all_reduce, tensor), then, label, 2 * tensor.nbytes // self.world_size)
+
+    def _summed(self, start: Callable[..., Any], then: Callable[[], None], label: str, nbytes: int) -> Collective:
+        """nbytes: what a ring of ranks sends, for each of the other ranks."""
+
+        self.progress.note(label)
+        with _Explained(self, label):
+            works = [start(group=self._summing, async_op=True)]
+        work = _Collected(self, works, label, then)
+        work.sent = self.sent(nbytes)
+        return work
 
     def all_to_all(
         self, output: Tensor, input: Tensor, label: str = "all-to-all", output_counts: Sequence[int] | None = None,
@@ -451,9 +481,9 @@ class DistComm(DirectComm):
             self.local.announce(waiting_for)
 
     def leave(self) -> None:
-        self.group = self._control = self._data = None  # so that no reference here keeps the process groups alive
+        self.group = self._control = self._data = self._summing = None  # so that no reference here keeps the process groups alive
         for group in self._subgroups.values():
-            group.group = group._control = group._data = None
+            group.group = group._control = group._data = group._summing = None
         if self.local is not None:
             self.local.leave()
 

@@ -79,6 +79,11 @@ def sum_by_chunks(
     return squares
 
 
+def exact_share(num_ranks: int) -> float:
+    """Return a power of two of at most 1 / num_ranks: scaled by it, the terms of a sum over the ranks do not overflow fp16."""
+    return 2.0 ** -(num_ranks - 1).bit_length()
+
+
 def nonfinite_ranks(parts: Sequence[Tensor], out: Tensor) -> tuple[int, ...]:
     """Return the ranks whose parts are not finite, given that their sum is not.
 

@@ -80,7 +80,7 @@ class Buffers:
         row, sizes = config.row, cls()
         sent = []
         for group in groups:
-            send = config.reduce_dtype or group.dtype
+            send = config.sent_dtype(group.dtype)
             if group.gradient is not None and (row.gradient is Placement.SHARDED or send != group.gradient):
                 sent.append(group.numel * send.itemsize)
         limit = min(len(sent), 64)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 # renamed in torch 2.13; the old names warn there
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # the kernels of scaled_dot_product_attention on a CPU, which also return or take the log-sum-exp of each query's scores
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -46,6 +46,7 @@ class Reductions:
         """poll: called after each start of a reduction, to let other work on the host progress."""
         self.units, self.config, self.comm, self.poll = units, config, comm, poll
         self.attendance, self.frozen = attendance, frozen
+        self.in_order = comm.ordered or config.sums == "backend"  # ranks start reductions in an order that they agree on
         self.groups = [group for unit in units for group in unit.groups]
         self.num_params = sum(len(group.specs) for group in self.groups)
         self.touched: set[int] = set()
@@ -76,7 +77,7 @@ class Reductions:
     def start(self, unit: Unit) -> None:
         """Start to reduce a complete unit, now or (ordered communicators) when its turn comes."""
         self._completed.append(unit.number)
-        if not self.comm.ordered:
+        if not self.in_order:
             self._reduce(unit)
         elif not self.attendance.ended:  # else `finish` starts all: ranks without data take part only there
             done = set(self._completed)
@@ -115,7 +116,7 @@ class Reductions:
         """
         units, params, again = agreed or self.agree()
         missing = sorted(units - self._started, reverse=True)  # in the order of backward, the same on every rank
-        if self.comm.ordered:
+        if self.in_order:
             missing = [number for number in self._order if number in missing]
         for number in missing:
             self._reduce(self.units[number])
@@ -148,7 +149,7 @@ class Reductions:
         begun = {u.number for u in self.units if any(g.gradients.pending or g.gradients.holds for g in u.trainable)}
         mine = self._started | begun, self.touched, {group.unit.number for group, _ in self._late}
         self.frozen.follow()
-        order = list(self._completed) if not self._agreed and self.comm.ordered else []
+        order = list(self._completed) if not self._agreed and self.in_order else []
         if self.comm.world_size == 1:
             if order:
                 self._agree_on_order(order)
@@ -162,7 +163,7 @@ class Reductions:
         label = f"end of backward (model of {self.num_params} parameters)" + self.attendance.remark()
         _, everyone = self.comm.compare(payload, label)
         self.attendance.meet([part[:HEADER_NBYTES] for part in everyone] if everyone is not None else None)
-        if self.comm.ordered and not self._agreed:
+        if self.in_order and not self._agreed:
             packed = (payload if everyone is None else everyone[0])[HEADER_NBYTES + sum(sizes) :]
             self._agree_on_order(list(struct.unpack(f"<{len(packed) // 4}I", packed)))
         if everyone is None:  # the usual case: ranks used the same units and parameters

@@ -350,7 +350,7 @@ class Builder:
         for (spec, *_), layout in pairs:
             values.append((self._values_comm(spec, layout), (layout.shard_numel, spec.dtype)))
             if spec.requires_grad:
-                reserved = layout.shard_numel, self.config.reduce_dtype or spec.dtype
+                reserved = layout.shard_numel, self.config.sent_dtype(spec.dtype)
                 slices.append((self._grads_comm(spec, layout), reserved))
         found[BUFFERS, Tier.DEVICE, None] += needed(values, slices)
         return found
@@ -378,7 +378,7 @@ class Builder:
             comm = self._grads_comm(bucket[0], layout)
             comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
-                layout, gradient_dtype, config.reduce_dtype or dtype, config, comm, self.pools[id(topology)][0], self.tiers,
+                layout, gradient_dtype, config.sent_dtype(dtype), config, comm, self.pools[id(topology)][0], self.tiers,
                 self.tag, f"reduce {label}", topology.summed,
             )  # fmt: skip
         group = ParamGroup(bucket, layout, topology, values, grads)

@@ -87,6 +87,13 @@ def trials() -> dict[str, Trial]:
     made |= {f"stage {stage}, {precision}": Trial("gpt", {"stage": stage, "precision": precision, **scale})
              for stage in (1, 2, 3) for precision, scale in (("bf16", {}), ("fp16", {"loss_scale": 128.0}))}  # fmt: skip
     made |= {f"stage {stage}, ranks take other branches": Trial("ragged", {"stage": stage}) for stage in (1, 2)}
+    summed: dict[str, Any] = {"sums": "backend"}
+    made |= {f"stage {stage}, sums by NCCL": Trial("gpt", {"stage": stage, **summed}) for stage in range(4)}
+    made["stage 2, sums by NCCL, ranks take other branches"] = Trial("ragged", {"stage": 2, **summed})
+    made["stage 2, sums by NCCL of gradients on the host"] = Trial("gpt", {"stage": 2, **HOST, **summed})
+    for precision, options in (("bf16", {}), ("bf16", {"reduce_dtype": "bf16"}), ("fp16", {"loss_scale": 128.0})):
+        name = f"stage 3, sums by NCCL, {precision}" + ", sent in bf16" * bool("reduce_dtype" in options)
+        made[name] = Trial("gpt", {"stage": 3, "precision": precision, **options, **summed})
     return made
 
 

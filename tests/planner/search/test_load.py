@@ -233,10 +233,11 @@ def test_what_is_gathered_ahead_is_the_runtimes(options):
 
 @pytest.mark.parametrize("options", [
     {"zero_quantized_gradients": "low_rank"}, {"zero_quantized_gradients": {"codec": "top_k", "ratio": 0.2}},
+    {"sums": "backend"}, {"sums": "backend", "stage": 0}, {"sums": "backend", "stage": 3, "shard_size": 2},
     {"zero_quantized_gradients": {"codec": "int4", "block": 32}}, {"stage": 3, "zero_quantized_weights": {"codec": "fp8", "block": 32}},
 ], ids=str)  # fmt: skip
 def test_formulas_take_the_bytes_of_the_request_s_own_codec(options):
-    """Also of those that no search proposes, with their blocks and ratios."""
+    """Also of those that no search proposes, with their blocks and ratios, and of sums by the backend, which are of fp32 values."""
     shape = dataclasses.replace(SHAPE, vocab_size=1024, seq_len=64, dim=256, layers=2)
     source, given = ModelSource("small", lambda: GPT(shape), 64, 1024, config=shape), {"stage": 2, "precision": "bf16"} | options
     request = Request(source, Hardware.named("a100-80gb"), {"pp": 1, "dp": 8, "tp": 1}, 4, 64, node_size=4, options=given)

@@ -23,6 +23,8 @@ from ...memory.ledger import SECONDARY, Ledger
 from ..base import Collective, Combine, Comm, Hop, Hops, Region, Reserved, Wrapper
 from ..control import Sent
 from ..pool import StagingPool
+from ..sums import exact_share
+from .backend_sums import BackendSums
 
 _BUFFERS = 2  # number of buffers of each kind: one is filled while the other is read
 _MOST_BUFFERS = 64  # most buffers of each kind, where ranks begin collectives in different orders
@@ -33,15 +35,13 @@ def buffers(most: int) -> tuple[int, int]:
     return _BUFFERS, min(max(most, _BUFFERS), _MOST_BUFFERS)
 
 
-def exact_share(num_ranks: int) -> float:
-    """Return a power of two of at most 1 / num_ranks: scaled by it, the terms of a sum over the ranks do not overflow fp16."""
-    return 2.0 ** -(num_ranks - 1).bit_length()
-
-
 def all_reduce(
     comm: Comm, region: Region, then: Callable[[Collective], Collective], *, scale: float, tag: int, label: str
 ) -> Collective:
     """Start an all-reduce: a whole region becomes `scale` times the sum over ranks; then(work) is called with its gather."""
+    if isinstance(comm, BackendSums):
+        summed = comm.all_reduce(region.tensor, scale=scale, label=label)
+        return Hops(comm.control, summed, lambda: then(summed), Sent(), label)
     part = region.tensor.view(comm.world_size, -1)[comm.rank]
     first = comm.reduce(region, part, scale=scale, accumulate=False, tag=tag, label=label)
 
@@ -212,7 +212,8 @@ class HierarchicalComm(Wrapper):
             pool.give(slot, work)
             return work
 
-        return Hops(self.control, first, between, self.volume("reduce", out.numel(), source.tensor.dtype), label)
+        sent = self.volume("reduce", out.numel(), source.tensor.dtype)
+        return Hops(self.control, first, between, sent, label, self.outer.in_order)
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
         raise NotImplementedError("collect() is not possible in two hops, of which the first sums: use reduce()")

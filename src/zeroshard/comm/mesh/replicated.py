@@ -17,7 +17,9 @@ from ...memory.ledger import Ledger
 from ...tensor.flat_layout import round_up
 from ..base import Collective, Comm, Hop, Hops, Region, Reserved, Wrapper
 from ..pool import StagingPool
-from .hierarchical import all_reduce, buffers, exact_share
+from ..sums import exact_share
+from .backend_sums import BackendSums
+from .hierarchical import all_reduce, buffers
 
 
 class ReplicatedComm(Wrapper):
@@ -57,6 +59,8 @@ class ReplicatedComm(Wrapper):
         if kind != "reduce":
             return inside
         part = round_up(numel, self.replicas) // self.replicas
+        if isinstance(self.outer, BackendSums):
+            return [*inside, *self.outer.summed(part, dtype)]
         return [*inside, *self.outer.hops("reduce", part, dtype), *self.outer.hops("gather", part, dtype)]
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
@@ -77,4 +81,4 @@ class ReplicatedComm(Wrapper):
             pool.give(slot, work)
             return Collective()
 
-        return Hops(self.outer.control, first, across, self.volume("reduce", numel, sent), label)
+        return Hops(self.outer.control, first, across, self.volume("reduce", numel, sent), label, self.outer.in_order)

@@ -4,6 +4,7 @@ plain               comm                                    comm
 groups (MiCS)       ReplicatedComm(inside, across)          + CompressedReductions in both hops
 nodes (hpZ, hosts)  HierarchicalComm(inside, between)       + CompressedReductions in both hops
 qwZ                 CompressedGathers over the Comm of the shards
+sums="backend"      BackendSums over each Comm that sends to its ranks itself
 
 Experts along an axis that cuts the batch as well have a topology of their own, `Topology.divided`, made in the same way.
 """
@@ -26,10 +27,13 @@ from ..base import Comm, DirectComm, Reserved
 from ..codecs import packing
 from ..fake import FakeComm, Imagination, imagination
 from .axes import Axes, Divided, Parts
+from .backend_sums import BackendSums
 from .compressed import CompressedGathers, CompressedReductions, Errors
 from .hierarchical import HierarchicalComm
 from .low_rank import LowRankReductions
 from .replicated import ReplicatedComm
+
+_MANY = 64  # ranks of a reduction from which a report names `sums`: each sends a message to each other one for each unit
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,16 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
         )
 
 
+def settled(config: Config, comm: Comm) -> Config:
+    """Return the options that hold for ranks which read each other's memory, where the order of a sum costs nothing."""
+    return dataclasses.replace(config, sums="ordered") if config.sums == "backend" and comm.copies else config
+
+
+def summing(config: Config, comm: DirectComm) -> Comm:
+    """Return the Comm whose reductions are summed as `config.sums` says: by the backend, if `comm` has one (collective)."""
+    return BackendSums(comm) if config.sums == "backend" and comm.adds and comm.world_size > 1 else comm
+
+
 def open_topology(
     config: Config, flat: Topology, ledger: Ledger, warm: Callable[[int], bool], mesh: Parts | None = None,
     divided: Divided | None = None,
@@ -173,6 +187,14 @@ def open_topology(
     ranks that hold the same experts, of which a topology is made in the same way; raise ConfigError as `check` for these.
     """
     comm, notes = flat.control, list(flat.notes)
+    if config.sums == "backend":
+        sent = str(config.sent_dtype(config.compute_dtype)).removeprefix("torch.")
+        notes.append(f"gradients are summed by the backend, in {sent}: their bits depend on it and on the number of ranks")
+    elif comm.ordered and comm.world_size > _MANY and not comm.imagined:
+        notes.append(
+            f"gradients are summed in rank order, so that each of {comm.world_size} ranks sends a message to each other one for each unit: "
+            "sums='backend' lets the backend sum"
+        )
     packing = _Packing(config, ledger, warm, flat.errors, notes)
     size = config.shard_size or (len(mesh[0]) if mesh is not None else None)
     groups, nodes = None, None
@@ -186,15 +208,15 @@ def open_topology(
         nodes = _hosts(comm)  # two hops help NCCL, too: it gathers in rings, but its all-to-all sends directly between all pairs
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
             notes.append("nodes have unequally many ranks: data is sent in one hop, to each rank by itself")
-    shards: Comm = comm
+    shards = summing(config, comm)
     gradients: Comm
     if groups is not None and len(groups) > 1:
-        inner, outer = _halves(comm, groups)
+        inner, outer = (summing(config, half) for half in _halves(comm, groups))
         shards = ReplicatedComm(inner, outer, ledger)
         inside, across = packing.reductions(inner), packing.reductions(outer)
         gradients = shards if (inside, across) == (inner, outer) else ReplicatedComm(inside, across, ledger)
     elif nodes is not None and 1 < len(nodes) < comm.world_size:
-        inner, outer = _halves(comm, nodes)
+        inner, outer = (summing(config, half) for half in _halves(comm, nodes))
         keep = (size is not None or config.zero_hpz_partition_size > 1) and config.row.parameter is Placement.SHARDED
         shards = HierarchicalComm(comm, inner, outer, nodes, ledger, keep=keep)
         if keep and comm.copies:
@@ -204,7 +226,7 @@ def open_topology(
         if (inside, across) != (inner, outer):
             gradients = HierarchicalComm(comm, inside, across, nodes, ledger, sums=torch.float32)
     else:
-        gradients = packing.reductions(comm)
+        gradients = packing.reductions(shards)
     gradients = packing.factors(gradients, comm)
     values = packing.gathers(shards, comm)
     experts = None

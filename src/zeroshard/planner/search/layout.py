@@ -37,7 +37,7 @@ _SAMPLE_NUMEL = 1 << 20  # elements whose packed bytes stand for those of any bu
 
 # the fields that determine a layout's Comms
 _ROUTES = (
-    DP, TP, EP, SP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops",
+    DP, TP, EP, SP, "stage", "separate", "node_size", "shard_size", "hpz", "quantized_weights", "quantized_gradients", "hops", "sums",
 )  # fmt: skip
 
 Bytes = dict[Resource, float]
@@ -52,7 +52,7 @@ class Layout:
     micro_batch: sequences of one forward of one rank. micro_batches: their number in a step. hold: run all but the last under
         zs.accumulate, as zs.parallelize does; else each is reduced.
     checkpointing: "none"; "blocks": each keeps its input; "partitioned": ranks of tp keep a part each; "host": the host keeps it.
-    shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config.
+    shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, sums, prefetch_nbytes, max_unit_numel: see Config.
         Where prefetch_nbytes is None, computation waits for each gather and reduction (overlap=False).
     mlp_tokens, loss_tokens: tokens that MLPs and the loss compute at a time, see zs.long_context; None: all.
     node_size: ranks of a node. hops: a collective across nodes takes "two", the default, or "one" (hierarchical=False), where the
@@ -86,6 +86,7 @@ class Layout:
     quantized_gradients: str | Compression | None = None
     node_size: int = 8
     hops: str = "two"
+    sums: str = "ordered"
     prefetch_nbytes: int | None = Config.prefetch_nbytes
     max_unit_numel: int | None = None
     optimizer_states: str | None = None
@@ -100,6 +101,7 @@ class Layout:
         choices = {
             "checkpointing": tuple(CHECKPOINTING),
             "hops": ("one", "two"),
+            "sums": ("ordered", "backend"),
             "stage": tuple(STAGES),
             "precision": tuple(PRECISIONS),
             "optimizer_states": (None, *FORMATS),
@@ -137,6 +139,21 @@ class Layout:
     def itemsize(self) -> int:
         """Bytes of an element of parameters and of activations."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def one_host(self) -> bool:
+        """True if the ranks of data parallelism read each other's memory."""
+        return not self.separate and self.data <= max(self.node_size // self.tp, 1)
+
+    @property
+    def by_backend(self) -> bool:
+        """True if the backend sums gradients; ranks that read each other's memory sum them in rank order."""
+        return self.sums == "backend" and not self.one_host
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """Dtype in which gradients are sent."""
+        return torch.float32 if self.by_backend else self.compute_dtype
 
     def shards(self, divided: bool = False) -> int:
         """Return the number of ranks over which each parameter is sharded. divided: those that ep divides."""
@@ -205,6 +222,7 @@ class Layout:
         named: dict[str, object] = {
             "shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None, "max_unit_numel": self.max_unit_numel,
             "zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients,
+            "sums": "backend" if self.by_backend else None,
             "optimizer_states": self.optimizer_states, "master_weights": None if self.master_weights is True else self.master_weights,
         }  # fmt: skip
         if self.prefetch_nbytes != Config.prefetch_nbytes:
@@ -231,6 +249,7 @@ class Layout:
         packed = {"weights": self.quantized_weights, "gradients": self.quantized_gradients}
         words += [f"{what} in {getattr(given, 'codec', given)}" for what, given in packed.items() if given]
         words += [f"optimizer states in {self.optimizer_states}"] * (self.state_format is not None)
+        words += ["sums by the backend"] * self.by_backend
         words += ["masters split" if self.master_weights else "no masters"] * (self.master_weights is not True)
         shared = f"shared by {self.sp} ranks" if self.sp > 1 else "a rank"
         words.append(f"{self.micro_batches} x {self.micro_batch} sequences {shared}")
@@ -249,11 +268,10 @@ def comms_of(layout: Layout, divided: bool = False) -> Topology:
 @functools.lru_cache(maxsize=256)
 def _comms(layout: Layout, divided: bool) -> Topology:
     near = max(layout.node_size // layout.tp, 1)
-    one_host = not layout.separate and layout.data <= near
     if divided:  # ranks with the same experts are ep apart
         near = max(near // layout.ep, 1)
     ranks = layout.dp if divided else layout.data
-    return imagined_topology(Config(**layout.options()), ranks, near, layout.separate, one_host)
+    return imagined_topology(Config(**layout.options()), ranks, near, layout.separate, layout.one_host)
 
 
 def exchange(

@@ -206,9 +206,9 @@ class Sizes:
         self.packs_gradients = any(comms.gradients_of(home.packs, numel) is not comms.shards for numel in wholes)
         self.weight = packed_nbytes(layout.quantized_weights if self.packs_weights else None, layout.itemsize)
         self.gradient = packed_nbytes(layout.quantized_gradients if self.packs_gradients else None, layout.itemsize)
-        kinds = ("gather", "gather again", "reduce")
+        kinds = {"gather": layout.compute_dtype, "gather again": layout.compute_dtype, "reduce": layout.sent_dtype}
         self.gather, self.again, self.reduce = (
-            exchange(layout, kind, self.shards, layout.compute_dtype, home.packs, home.divided) for kind in kinds
+            exchange(layout, kind, self.shards, dtype, home.packs, home.divided) for kind, dtype in kinds.items()
         )
         if STAGES[layout.stage].gradient is Placement.REPLICATED:
             self.reduce += exchange(layout, "gather", self.shards, layout.gradient_dtype, False, home.divided)
@@ -375,9 +375,9 @@ class _Sharding:
         if sizes.packs_gradients:
             nbytes = sizes.numel * (lay.itemsize + 2 * sizes.gradient) + sizes.own * lay.gradient_itemsize
             parts.append((Task("pack", "backward", {Resource.DEVICE: nbytes}, kernels=2), times))
-        parts += _hops("reduce", "backward", sizes.reduce, times, {**more, "distinct": not lay.rings})
+        parts += _hops("reduce", "backward", sizes.reduce, times, {**more, "distinct": not (lay.rings or lay.by_backend)})
         if self.row.gradient is Placement.SHARDED and rests_away(lay.gradient, lay.separate):
-            ways = {Resource.DOWN: lay.itemsize} if lay.separate else {}
+            ways = {Resource.DOWN: lay.sent_dtype.itemsize} if lay.separate else {}
             ways |= {Resource.WRITE: lay.gradient_itemsize} if lay.gradient is Tier.DISK else {}
             parts += [(Task("leave", "backward", {way: sizes.own * size}, **more), times) for way, size in ways.items()]
 

@@ -84,7 +84,7 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> tuple[dict[Tier,
             numel, states = size * ranks, (config.offload_optimizer, layout.master, layout.columns(coded))
             groups[home.divided].append(Group(numel, size, config.compute_dtype, gradient, *states, unpadded=unpadded))
             values.append((comm.values_of(home.packs, numel), (size, config.compute_dtype)))
-            slices.append((comm.gradients_of(home.packs, numel), (size, config.compute_dtype)))
+            slices.append((comm.gradients_of(home.packs, numel), (size, layout.sent_dtype)))
             gathered[home.name] += numel * layout.itemsize
     repeated = layout.micro_batches > 1 and not layout.held
     for some in filter(None, groups):  # each has staging buffers of its own
@@ -109,9 +109,10 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> tuple[dict[Tier,
     received = stepping = 0
     for group in (*groups[0], *groups[1]) if layout.separate else ():
         totals = min(group.shard_numel, GPU_CHUNK_NUMEL) * 4
-        sent = group.numel * (config.reduce_dtype or group.dtype).itemsize
+        sent = group.numel * config.sent_dtype(group.dtype).itemsize
         sent = sent if sent <= RECEIVED_NBYTES else 2 * RECEIVED_NBYTES  # in pieces, of which a copy is sent
-        received = max(received, totals + sent * (group.numel > group.shard_numel))
+        if not layout.by_backend:
+            received = max(received, totals + sent * (group.numel > group.shard_numel))
         plain = group.master is not torch.int16 and all(column.plain(group.stepped) for column in group.columns)
         own = group.shard_numel if config.row.optimizer is Placement.SHARDED else group.unpadded or group.numel
         stepping += own * group.stepped.itemsize if plain and group.states.tier is Tier.DEVICE else 0

@@ -44,7 +44,7 @@ def layout_of(request: Request) -> Layout:
         **sizes, stage=config.stage, optimizer=config.offload_optimizer.tier, gradient=config.offload_gradient.tier,
         parameter=config.offload_param.tier, micro_batch=request.rows, micro_batches=request.micro_batches, checkpointing=checkpointing,
         precision=config.precision, shard_size=config.shard_size, hpz=config.zero_hpz_partition_size, node_size=request.ranks_of_node,
-        hops="one" if config.hierarchical is False else "two", prefetch_nbytes=config.prefetch_limit_nbytes, max_unit_numel=config.max_unit_numel,
+        sums=config.sums, hops="one" if config.hierarchical is False else "two", prefetch_nbytes=config.prefetch_limit_nbytes, max_unit_numel=config.max_unit_numel,
         gradient_itemsize=config.gradient_dtype.itemsize, separate=request.hardware.separate,
         optimizer_states=getattr(config.optimizer_states, "format", None), master_weights=config.master_weights, **packed,
     )  # fmt: skip
