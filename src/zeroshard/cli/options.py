@@ -84,9 +84,7 @@ class RunOptions:
     master_weights: str | None = option(
         None, f"{', '.join(MASTERS)} (default: fp32)", choices=tuple(MASTERS), metavar="NAME", group=MEMORY
     )  # fmt: skip
-    offload_optimizer: str | None = option(
-        None, "TIER of optimizer states: none, cpu (host memory) or nvme (files)", **_TIER, group=OFFLOAD
-    )
+    offload_optimizer: str | None = option(None, "TIER of optimizer states: none, cpu, nvme (files)", **_TIER, group=OFFLOAD)
     offload_gradient: str | None = option(None, "TIER of gradients (cpu if states are offloaded)", **_TIER, group=OFFLOAD)
     offload_param: str | None = option(None, "TIER of parameters", **_TIER, group=OFFLOAD)
     offload_activations: str = option("none", "TIER of kept inputs of blocks", **_TIER, group=OFFLOAD)
@@ -94,7 +92,7 @@ class RunOptions:
     shard_size: int | None = option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=NETWORK)
     hpz: int = option(1, "ranks of a secondary shard (hpZ)", type=int, group=NETWORK)
     sums: Literal["ordered", "backend"] = option(
-        "ordered", "ordered: in rank order; backend: NCCL adds gradients up", choices=("ordered", "backend"), metavar="HOW", group=NETWORK
+        "ordered", "who adds gradients: ordered (ranks), backend (NCCL)", choices=("ordered", "backend"), metavar="HOW", group=NETWORK
     )  # fmt: skip
     quantized_weights: str | None = option(
         None, f"compress parameters (qwZ): {', '.join(CODECS)}", choices=tuple(CODECS), metavar="NAME", group=NETWORK
