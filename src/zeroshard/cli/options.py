@@ -84,7 +84,7 @@ class RunOptions:
     master_weights: str | None = option(
         None, f"{', '.join(MASTERS)} (default: fp32)", choices=tuple(MASTERS), metavar="NAME", group=MEMORY
     )  # fmt: skip
-    offload_optimizer: str | None = option(None, "TIER of optimizer states: none, cpu, nvme (files)", **_TIER, group=OFFLOAD)
+    offload_optimizer: str | None = option(None, "TIER of states: none, cpu, nvme (files)", **_TIER, group=OFFLOAD)
     offload_gradient: str | None = option(None, "TIER of gradients (cpu if states are offloaded)", **_TIER, group=OFFLOAD)
     offload_param: str | None = option(None, "TIER of parameters", **_TIER, group=OFFLOAD)
     offload_activations: str = option("none", "TIER of kept inputs of blocks", **_TIER, group=OFFLOAD)
@@ -92,7 +92,7 @@ class RunOptions:
     shard_size: int | None = option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=NETWORK)
     hpz: int = option(1, "ranks of a secondary shard (hpZ)", type=int, group=NETWORK)
     sums: Literal["ordered", "backend"] = option(
-        "ordered", "who adds gradients: ordered (ranks), backend (NCCL)", choices=("ordered", "backend"), metavar="HOW", group=NETWORK
+        "ordered", "sums of gradients: ordered, backend", choices=("ordered", "backend"), metavar="HOW", group=NETWORK
     )  # fmt: skip
     quantized_weights: str | None = option(
         None, f"compress parameters (qwZ): {', '.join(CODECS)}", choices=tuple(CODECS), metavar="NAME", group=NETWORK
@@ -122,7 +122,7 @@ class TrainOptions(RunOptions):
     accumulate: int = 1
     offload_optimizer: str = "none"
     offload_param: str = "none"
-    ranks: int | None = option(None, "local ranks (default: one per GPU; 2 without GPUs)", type=int, group=COMMON)
+    ranks: int | None = option(None, "local ranks (default: one per GPU; else 2)", type=int, group=COMMON)
     device: str = option("auto", "auto: a GPU per rank if there are enough", choices=DEVICES, group=COMMON)
     size: str | None = option(None, "layers, dim and heads (default: tiny)", choices=tuple(SIZES), group=COMMON)
     data: str | None = option(None, "folder of text (default: Python's library)", metavar="DIR", group=COMMON)
