@@ -92,7 +92,7 @@ class RunOptions:
     shard_size: int | None = option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=NETWORK)
     hpz: int = option(1, "ranks of a secondary shard (hpZ)", type=int, group=NETWORK)
     sums: Literal["ordered", "backend"] = option(
-        "ordered", "sums of gradients: ordered, backend", choices=("ordered", "backend"), metavar="HOW", group=NETWORK
+        "ordered", "ordered, or by the backend", choices=("ordered", "backend"), metavar="HOW", group=NETWORK
     )  # fmt: skip
     quantized_weights: str | None = option(
         None, f"compress parameters (qwZ): {', '.join(CODECS)}", choices=tuple(CODECS), metavar="NAME", group=NETWORK
