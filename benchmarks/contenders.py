@@ -42,6 +42,7 @@ Background = tuple[Callable[[], float], Callable[[], object]]  # seconds that tr
 OFFLOADS: dict[str, dict[str, str]] = {
     "": {},
     "int8": {"optimizer_states": "int8"},
+    "backend": {"sums": "backend"},
     "opthost": {"offload_optimizer": "cpu"},
     "host": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     "disk": {"offload_optimizer": "nvme"},

@@ -26,6 +26,7 @@ OFFLOAD_LABELS = {  # what is offloaded, and to where; zeroshard's options for e
     "disk": "opt. disk",
     "infinity": "all disk",
     "int8": "int8 states",  # nothing: they rest in fewer bits
+    "backend": "sums by gloo",  # nothing: the backend sums gradients
     "offload": "offload",  # for the peers: parameters, gradients and optimizer states on the host
 }
 
@@ -80,6 +81,9 @@ CONTENDERS = (
     *(Contender("zs", stage, "bf16") for stage in (2, 3)),
     *(Contender(kind, precision="bf16") for kind in ("ddp", "fsdp2")),
 )
+
+# Raced where they are named (with ZEROSHARD_COMM=dist: ranks that share memory sum in rank order).
+SOCKET_CONTENDERS = tuple(Contender("zs", stage, offload="backend") for stage in (2, 3))
 
 # The race of the tiers: contenders that offload, and the same without offload.
 TIER_CONTENDERS = (
@@ -175,10 +179,10 @@ def select(
         precisions: keep these precisions.
         among: contenders of one race. `only` may also name contenders of other races.
     """
-    chosen = [c for c in among if c.precision in precisions]
+    chosen = [c for c in (*among, *(SOCKET_CONTENDERS if among is CONTENDERS and only else ())) if c.precision in precisions]
     if not only:
         return [c for c in chosen if not quick or c.name in QUICK]
-    everybody = dict.fromkeys((*CONTENDERS, *TIER_CONTENDERS, *MESH_CONTENDERS, *SEQUENCE_CONTENDERS))
+    everybody = dict.fromkeys((*CONTENDERS, *SOCKET_CONTENDERS, *TIER_CONTENDERS, *MESH_CONTENDERS, *SEQUENCE_CONTENDERS))
     known = {alias for c in everybody for alias in _aliases(c)}
     for name in only:
         if name not in known:
