@@ -1,0 +1,599 @@
+"""The parts of scripts/gpu_day.sh, which measures in one go what only a GPU can show: each writes one JSON, `page` joins them.
+
+    python -m benchmarks.gpu_day PART OUT [--dry-run]     one of PARTS; --dry-run: tiny sizes, on the CPU over gloo
+    python -m benchmarks.gpu_day page OUT PART ...        results.json and results.md from the parts' JSON
+
+OUT/PART.json: part, status ("done", "skipped", "failed"; "running" if the process was killed), why, device, dry_run, seconds, facts
+(of the part) and rows. It is written again after each row, so that a part that is ended keeps what it has measured. A row has a
+`status`, too: "ran", "skipped: why" or "failed: why". Contenders have the device to themselves, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import zeroshard as zs
+from zeroshard.comm.codecs import CODECS, block_quantization, codec_of
+from zeroshard.comm.launch import run_processes, share_imports
+from zeroshard.config import Tier
+from zeroshard.memory.host_memory import available_nbytes
+from zeroshard.planner.dry_run import observe
+from zeroshard.planner.models import GPT, GPTConfig
+from zeroshard.planner.plan import KEPT
+from zeroshard.tensor import state_codecs
+from zeroshard.utils.sheets import Sheet
+from zeroshard.utils.state_format import StateFormat
+from zeroshard.zero.flat_buffer import ParameterBuffer
+
+from . import predictions
+from .gpu import PEERS, SHAPE, STATE_NBYTES, TIERS, step_flops
+from .micro import one_line
+from .plan import Contender, ModelShape, Rounds, Workload
+from .predictions import Case
+from .race import Outcome, race
+from .sections import swap_folder
+from .statistics import LOSS_TOLERANCE, compared_losses
+from .worker import parameter_count
+from .workload import batch, build_model
+
+TINY = ModelShape(vocab_size=64, seq_len=16, dim=32, layers=2, heads=2)
+BILLION = ModelShape(vocab_size=32768, seq_len=1024, dim=2048, layers=24, heads=16)  # 1.3B parameters
+EIGHT = ModelShape(vocab_size=32768, seq_len=1024, dim=4096, layers=39, heads=32)  # 8B
+STEPPING = tuple(
+    Contender(*each, "bf16") for each in (("zs", 3), ("ddp", None), ("fsdp2", None), ("ds", 3), ("zs", 2), ("zs", 0))
+)
+TUNING = (Contender("zs", 3, "bf16", "host8"), Contender("zs", 3, "bf16", "host"), *PEERS)
+DEVICE_LIMIT_NBYTES = 24 << 30
+HOST_SHARE = 0.9  # of the host's free memory that states may take: the kernel would kill a process, perhaps not ours
+
+EQUAL: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "stage 3, bf16": {"stage": 3, "precision": "bf16"},
+    "stage 3, all on the host": {"stage": 3, "offload_optimizer": "cpu", "offload_gradient": "cpu", "offload_param": "cpu"},
+    "stage 3, all on disk": {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
+}
+EQUAL_STEPS, EQUAL_TOLERANCE = 3, {"fp32": 1e-5, "bf16": 5e-3}  # of parameters, absolute: the order of additions, and of rounding
+
+
+class Skipped(Exception):
+    """Raised by a part that cannot run here; the message says why."""
+
+
+class OutOfTime(BaseException):
+    """Raised by SIGTERM, which `timeout` sends: files on disk are removed, and the JSON says so."""
+
+
+@dataclass
+class Part:
+    """The findings of one part so far. `write` keeps them in OUT/name.json."""
+
+    name: str
+    out: Path
+    dry: bool
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+    def add(self, name: str, status: str = "ran", **values: Any) -> dict[str, Any]:
+        """Add a row, and write all."""
+        self.rows.append({"name": name, "status": status, **values})
+        self.write("running")
+        return self.rows[-1]
+
+    def attempt(self, name: str, what: Callable[[], dict[str, Any]]) -> None:
+        """Add the row of what a function returns; of one that raises, the reason."""
+        try:
+            self.add(name, **what())
+        except Exception as error:  # the other rows are measured all the same
+            self.add(name, f"failed: {one_line(error)}")
+        gc.collect()
+
+    def write(self, status: str, why: str = "") -> None:
+        """Write the JSON."""
+        told = {"part": self.name, "status": status, "why": why, "dry_run": self.dry, "device": self.device,
+                "seconds": round(time.perf_counter() - BEGAN, 1), "facts": self.facts, "rows": self.rows}  # fmt: skip
+        (self.out / f"{self.name}.json").write_text(json.dumps(told, indent=1, default=str) + "\n")
+
+
+BEGAN = time.perf_counter()
+
+
+def ranks_of(part: Part) -> int:
+    """Return the number of ranks that share the work: the GPUs of this machine, in a dry run two processes."""
+    return 2 if part.dry else torch.cuda.device_count()
+
+
+# -- environment and tests -----------------------------------------------------------------------------------------------
+
+
+def environment(part: Part) -> None:
+    """Versions, what `zeroshard doctor` finds, nvidia-smi's table, and each GPU as torch sees it."""
+    from zeroshard.cli.environment import findings, look
+
+    here = look()
+    part.facts = asdict(here) | {"findings": [asdict(each) for each in findings(here)]}
+    for name, command in (("nvidia-smi", ["nvidia-smi"]), ("commit", ["git", "describe", "--always", "--dirty"])):
+        try:
+            part.facts[name] = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        except (OSError, subprocess.SubprocessError) as error:
+            part.facts[name] = f"skipped: {one_line(error)}"
+    for index in range(torch.cuda.device_count()):
+        seen, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        part.add(
+            seen.name,
+            total_nbytes=total,
+            free_nbytes=free,
+            capability=f"{seen.major}.{seen.minor}",
+            bf16=torch.cuda.is_bf16_supported(),
+        )
+    part.add("torch", version=torch.__version__, cuda=torch.version.cuda, nccl=torch.cuda.nccl.version() if dist.is_nccl_available() else None,
+             gpus=torch.cuda.device_count())  # fmt: skip
+
+
+def tests(part: Part) -> None:
+    """The tests marked gpu, counted as they end. A dry run has those of one file, which are skipped without a GPU."""
+    where = "tests/gpu/test_state_codecs_on_gpu.py" if part.dry else "tests"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-v",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        where,
+    ]
+    counts, failed = dict[str, int](), list[str]()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if ended := re.match(r"(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", line):
+                name, outcome = ended[1], ended[2].lower()
+                counts[outcome] = counts.get(outcome, 0) + 1
+                failed += [name] if outcome in ("failed", "error") else []
+                part.rows = [{"name": each, "status": "ran", "tests": number} for each, number in counts.items()]
+                part.facts = {"failed": failed}
+                part.write("running")
+    part.facts["exit code"] = process.returncode
+    if process.returncode:
+        raise RuntimeError(f"pytest ended with {process.returncode}; failed: {', '.join(failed) or 'none'}")
+
+
+# -- equality ------------------------------------------------------------------------------------------------------------
+
+
+def equality(part: Part) -> None:
+    """Parameters after three steps of all ranks beside one process in plain PyTorch, while released and new memory holds NaN."""
+    ranks = ranks_of(part)
+    share_imports(["torch", "torch.distributed", "torch._dynamo", "zeroshard", __name__])
+    with swap_folder(None, part.out) as folder, tempfile.TemporaryDirectory() as meeting:
+        args = part.device, folder, f"{meeting}/store"
+        found = [_equal(0, 1, *args)] if ranks == 1 else run_processes(_equal, ranks, *args, timeout_s=200.0)
+    for name in EQUAL:
+        if name not in found[0]:
+            part.add(name, "skipped: no folder on a local disk below the results")
+            continue
+        worst = max(each[name] for each in found)
+        limit = EQUAL_TOLERANCE[EQUAL[name].get("precision", "fp32")]
+        good = worst <= limit
+        part.add(
+            name, "ran" if good else f"failed: differs by {worst:.1e}", difference=worst, tolerance=limit, ranks=ranks, equal=good
+        )
+    _refuse_failures(part)
+
+
+def _equal(rank: int, world_size: int, device: str, folder: str | None, store: str) -> dict[str, float]:
+    """Train each case of EQUAL on this rank; return by case the largest difference of a parameter from that of one process."""
+    on_cuda = device == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+    )
+    workload, found = Workload(dataclasses.replace(TINY, seq_len=32, dim=64), ranks=world_size, device=device), dict[str, float]()
+    expected = {precision: _one_process(workload, precision) for precision in EQUAL_TOLERANCE}
+    release = ParameterBuffer.release
+
+    def poisoning(buffer: ParameterBuffer) -> None:
+        if buffer._present and buffer.sharded and not buffer.mapped and buffer.full.dtype.is_floating_point:
+            buffer.full.data.fill_(float("nan"))
+        release(buffer)
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then gives NaN
+    try:
+        with mock.patch.object(ParameterBuffer, "release", poisoning):
+            for name, options in EQUAL.items():
+                if "disk" in name and folder is None:
+                    continue
+                model = build_model(workload)
+                optimizer = _adamw(model.parameters())
+                model, optimizer = zs.shard(model, optimizer, offload_path=folder, **options)
+                for step in range(EQUAL_STEPS):
+                    model(*batch(workload, step, rank)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                got = zs.full_state_dict(model, masters=True)
+                plain = expected[options.get("precision", "fp32")]
+                found[name] = max(
+                    float((got[each].to(value) - value).abs().nan_to_num(nan=torch.inf).max()) for each, value in plain.items()
+                )
+                zs.close(model, restore=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        dist.destroy_process_group()
+    return found
+
+
+def _adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """A large epsilon: the gradient of a bias of keys is zero but for rounding, which nothing shall blow up."""
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2)
+
+
+def _one_process(workload: Workload, precision: str) -> dict[str, torch.Tensor]:
+    """Return fp32 parameters after the steps of all ranks in plain PyTorch; in bf16 a copy of them computes."""
+    model = build_model(workload)
+    masters = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = _adamw(masters.values())
+    if precision == "bf16":
+        model.bfloat16()
+    for step in range(EQUAL_STEPS):
+        for master in masters.values():
+            master.grad = torch.zeros_like(master)
+        for rank in range(workload.ranks):
+            model(*batch(workload, step, rank)).backward()
+            for name, param in model.named_parameters():
+                masters[name].grad.add_(param.grad.float(), alpha=1 / workload.ranks)  # type: ignore[union-attr]
+                param.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters[name])
+    return masters
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------------
+
+
+def _gpt(shape: ModelShape) -> torch.nn.Module:
+    return GPT(GPTConfig(**asdict(shape)))
+
+
+def _llama(**sizes: int) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(use_cache=False, tie_word_embeddings=True, **sizes))
+
+
+def six(dry: bool) -> list[Case]:
+    """Return the six models whose peaks are compared with their plans, with options of zs.shard; in a dry run all are tiny."""
+    on_host, tokens = {"offload_optimizer": "cpu", "offload_param": "cpu"}, (2, 16) if dry else (4, 1024)
+
+    def gpt(dim: int, layers: int, heads: int) -> Callable[[], torch.nn.Module]:
+        return partial(_gpt, TINY if dry else ModelShape(50304, 1024, dim, layers, heads))
+
+    llama = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+             "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
+    small = {name: max(2, size >> 7) if name in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers") else size >> 6
+             for name, size in llama.items()}  # fmt: skip
+    return [
+        Case("GPT 124M, stage 1, fp32", gpt(768, 12, 12), tokens, {"stage": 1}),
+        Case("GPT 354M, stage 2, bf16", gpt(1024, 24, 16), tokens, {"stage": 2, "precision": "bf16"}),
+        Case("GPT 774M, stage 3, bf16, checkpoints", gpt(1280, 36, 20), tokens, {"stage": 3, "precision": "bf16"}, checkpointing=True),
+        Case("GPT 1.3B, stage 3, bf16", gpt(2048, 24, 16), tokens, {"stage": 3, "precision": "bf16"}),
+        Case("Llama 1.2B, stage 3, bf16, checkpoints", partial(_llama, **(small if dry else llama)), tokens,
+             {"stage": 3, "precision": "bf16"}, checkpointing=True),
+        Case("GPT 2.7B, stage 3, bf16, all on the host, checkpoints", gpt(2560, 32, 32), tokens,
+             {"stage": 3, "precision": "bf16", **on_host}, checkpointing=True),
+    ]  # fmt: skip
+
+
+def peaks(part: Part) -> None:
+    """The planned peak of a device beside what its allocator gave; on a CPU beside what an observed run held."""
+    dist.init_process_group("gloo" if part.dry else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    if not part.dry:
+        predictions.warm_device()
+    for case in six(part.dry):
+        part.attempt(case.name, partial(_peak, part, case))
+    _refuse_failures(part)
+
+
+def _peak(part: Part, case: Case) -> dict[str, Any]:
+    settings, began = case.settings("") | {"separate": not part.dry}, time.perf_counter()
+    plan = zs.plan(case.model, ranks=1, **settings)
+    plan_s = time.perf_counter() - began
+    if part.dry:  # device and host are one memory, of which the C library keeps some that nobody holds
+        seen = observe(case.model, ranks=1, rank=0, **settings)
+        how, planned, measured = "observe", *(predictions.held_nbytes(each, (KEPT,)) for each in (plan, seen))
+    else:
+        how, planned, (measured, _) = (
+            "torch.cuda.max_memory_allocated",
+            plan.peak(Tier.DEVICE),
+            predictions.measure_device(case, "", 3),
+        )
+        torch.cuda.empty_cache()
+    ratio = planned / measured
+    return {
+        "planned_nbytes": planned,
+        "measured_nbytes": measured,
+        "planned / measured": ratio,
+        "by": how,
+        "plan_s": round(plan_s, 2),
+    }
+
+
+# -- races ---------------------------------------------------------------------------------------------------------------
+
+
+def steps(part: Part) -> None:
+    """Steps of a GPT of 1.3B parameters in bf16 on all GPUs."""
+    workload = Workload(TINY if part.dry else BILLION, sequences=4, ranks=ranks_of(part), device=part.device, forked=part.dry)
+    _alone(part, STEPPING, workload, Rounds(2, 1, 2 if part.dry else 8, 1))
+
+
+def offload(part: Part) -> None:
+    """The link and steps of a GPT of 320M parameters with states on each tier, on one GPU."""
+    nbytes = 1 << (20 if part.dry else 30)
+    on_host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=not part.dry)
+    on_device = torch.empty_like(on_host, device=part.device)
+    for name, target, source in (("copy to the device", on_device, on_host), ("copy to the host", on_host, on_device)):
+        seconds = _seconds(part.device, partial(target.copy_, source))
+        part.add(name, nbytes=nbytes, bytes_per_s=nbytes / seconds)
+    del on_host, on_device
+    with swap_folder(None, part.out) as path:
+        part.facts["folder on a local disk"] = path
+        workload = Workload(
+            TINY if part.dry else SHAPE, sequences=4, device=part.device, ranks=1, swap_path=path, forked=part.dry
+        )
+        _alone(
+            part, (*TIERS[1:], *PEERS, TIERS[0]), workload, Rounds(1, 1, 1 if part.dry else 3, 1, lead_in=0 if part.dry else 1)
+        )
+
+
+def finetune(part: Part) -> None:
+    """All parameters of 8B in bf16 on 24 GB of a device; where a host cannot hold a peer's states, a race of fewer layers, too."""
+    workload = Workload(dataclasses.replace(TINY, layers=4) if part.dry else EIGHT, sequences=4, device=part.device, ranks=1,
+                        checkpoint=True, limit_nbytes=DEVICE_LIMIT_NBYTES, forked=part.dry)  # fmt: skip
+    part.facts = {"device_limit_nbytes": None if part.dry else DEVICE_LIMIT_NBYTES, "host_nbytes": available_nbytes()}
+    rounds = Rounds(1, 1, 2, 1)
+    if all(_short_of_memory(each, workload) is None for each in TUNING):
+        return _alone(part, TUNING, workload, rounds)
+    _alone(part, TUNING, workload, rounds, last=False)
+    room = HOST_SHARE * (available_nbytes() or 0) / max(STATE_NBYTES[each.offload][1] for each in TUNING)
+    layers = max(1, int(workload.shape.layers * room / parameter_count(workload)))
+    less = dataclasses.replace(
+        workload, shape=dataclasses.replace(workload.shape, layers=min(layers, workload.shape.layers // 3))
+    )
+    _alone(part, TUNING, less, rounds)
+
+
+def _short_of_memory(contender: Contender, workload: Workload) -> str | None:
+    """Return why the host cannot hold a contender's states; None if it can."""
+    needed, have = STATE_NBYTES[contender.offload][1] * parameter_count(workload), available_nbytes() or 0
+    return None if needed <= HOST_SHARE * have else f"{needed >> 30} GiB of host memory needed, {have >> 30} available"
+
+
+def _alone(part: Part, contenders: Iterable[Contender], workload: Workload, rounds: Rounds, last: bool = True) -> None:
+    """Add a row for each contender, which has the machine to itself. last: raise if one of the part has failed."""
+    ran: list[tuple[Outcome, dict[str, Any]]] = []
+    for contender in contenders:
+        if why := _short_of_memory(contender, workload):
+            part.add(contender.name, f"skipped: {why}", parameters=parameter_count(workload))
+            continue
+        (outcome,) = race([contender], workload, rounds, part.out / "logs" / part.name)
+        ran.append((outcome, part.add(contender.name, outcome.status, **_row(outcome, workload))))
+        rows = {each.contender.name: row for each, row in ran}
+        for compared, reference, difference in compared_losses([each for each, _ in ran]):
+            pair = compared.contender, reference.contender
+            limit = max(LOSS_TOLERANCE.get(each.offload, LOSS_TOLERANCE[each.precision]) for each in pair)
+            rows[pair[0].name] |= {"losses of": pair[1].name, "difference": difference, "same": difference <= limit}
+    part.write("running")
+    if last:
+        _refuse_failures(part)
+
+
+def _row(outcome: Outcome, workload: Workload) -> dict[str, Any]:
+    """Return what is told of a contender that ran: speeds are of all ranks, bytes of the fullest one; of one that did not, nothing."""
+    if not outcome.ran:
+        return {}
+    step_s, tokens = median(outcome.round_s), workload.ranks * workload.sequences * workload.shape.seq_len
+    row: dict[str, Any] = {
+        "parameters": outcome.numel, "ms": 1e3 * step_s, "tokens_per_s": tokens / step_s,
+        "tflops": workload.ranks * step_flops(workload) / step_s / 1e12,
+        "peak_nbytes": outcome.cuda_peak if workload.device == "cuda" else outcome.peak_rss, "losses": outcome.losses,
+    }  # fmt: skip
+    if moved := outcome.moved[-1]:
+        row["moved_bytes_per_s"] = {link: nbytes / step_s for link, nbytes in moved.items()}
+    if outcome.disk:
+        row["disk_bytes_per_s"] = asdict(outcome.disk[-1])
+    if outcome.overlap is not None:
+        row |= {"copies_ms": outcome.overlap.copies_ms, "beside_kernels": outcome.overlap.fraction()}
+    return row
+
+
+def _refuse_failures(part: Part) -> None:
+    """Raise if a row has failed, or has other losses than the reference."""
+    wrong = [row["name"] for row in part.rows if row["status"].startswith("failed") or row.get("same") is False]
+    if wrong:
+        raise RuntimeError(f"failed, or differs: {', '.join(wrong)}")
+
+
+# -- codecs --------------------------------------------------------------------------------------------------------------
+
+
+def codecs(part: Part) -> None:
+    """Codecs of messages and of states, each way: seconds of torch's operators and of Triton's kernels, and whether bytes are equal."""
+    values = torch.randn(1 << (14 if part.dry else 28), device=part.device)
+    for name in CODECS:
+        codec = codec_of(name)
+        packed, out = (
+            torch.empty(codec.packed_nbytes(values.numel()), dtype=torch.uint8, device=part.device),
+            torch.empty_like(values),
+        )
+        part.attempt(
+            f"{name}, pack", partial(_beside_torch, block_quantization, values, partial(codec.pack, values, packed), packed)
+        )
+        part.attempt(
+            f"{name}, unpack", partial(_beside_torch, block_quantization, values, partial(codec.unpack, packed, out), out)
+        )
+    for name in ("int8", "fp8", "int4"):
+        for state in ("exp_avg", "exp_avg_sq"):
+            column, given = (
+                state_codecs.coded_column(state, StateFormat(name)),
+                values.square() if state == "exp_avg_sq" else values,
+            )
+            coded = column.encode(given)
+            for way, call in (("encode", partial(column.encode, given)), ("decode", partial(column.decode, coded))):
+                part.attempt(f"{state} in {name}, {way}", partial(_beside_torch, state_codecs, values, call))
+    _refuse_failures(part)
+
+
+def _beside_torch(module: Any, values: torch.Tensor, call: Callable[[], Any], out: torch.Tensor | None = None) -> dict[str, Any]:
+    """Time a call with torch's operators and with Triton's kernels. out: where its result lies, if it does not return it."""
+
+    def result() -> torch.Tensor:
+        returned = call()
+        return (returned if out is None else out).clone()
+
+    device = values.device.type
+    with mock.patch.object(module, "has_triton", lambda device: False):
+        plain, plain_s = result(), _seconds(device, call)
+    row: dict[str, Any] = {"numel": values.numel(), "torch_ms": 1e3 * plain_s, "torch_bytes_per_s": values.nbytes / plain_s}
+    if device != "cuda" or not module.has_triton(values.device):
+        return row | {"triton_ms": None, "triton": "skipped: needs Triton, and a GPU of compute capability 8.0 or later"}
+    equal, seconds = torch.equal(plain, result()), _seconds(device, call)
+    row |= {
+        "triton_ms": 1e3 * seconds,
+        "triton_bytes_per_s": values.nbytes / seconds,
+        "torch / triton": plain_s / seconds,
+        "same": equal,
+    }
+    return row
+
+
+def _seconds(device: str, call: Callable[[], object], rounds: int = 5) -> float:
+    """Return the median seconds of a call, of all that it starts on the device, too; the first call does not count."""
+    wait, taken = torch.cuda.synchronize if device == "cuda" else lambda: None, []
+    for _ in range(1 + rounds):
+        wait()
+        began = time.perf_counter()
+        call()
+        wait()
+        taken.append(time.perf_counter() - began)
+    return median(taken[1:])
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[Part], None]] = {each.__name__: each for each in (
+    environment, tests, equality, peaks, steps, offload, codecs, finetune
+)}  # fmt: skip
+
+
+def run(part: Part) -> int:
+    """Run a part and write what became of it. Return 1 if it failed."""
+    part.write("running")
+    try:
+        if not part.dry and part.name != "environment" and not torch.cuda.is_available():
+            raise Skipped("torch sees no CUDA device")
+        PARTS[part.name](part)
+        part.write("done")
+        return 0
+    except Skipped as error:
+        part.write("skipped", str(error))
+        return 0
+    except OutOfTime:
+        part.write("failed", "out of time; rows are those that it had measured")
+    except Exception as error:
+        part.write("failed", one_line(error))
+        raise
+    return 1
+
+
+def page(out: Path, names: Iterable[str]) -> int:
+    """Join the parts' JSON in results.json, and show them in results.md. Return 1 if one did not end well."""
+    parts = {}
+    for name in names:
+        file = out / f"{name}.json"
+        parts[name] = json.loads(file.read_text()) if file.exists() else {"status": "failed", "why": "it has not begun"}
+        if parts[name]["status"] == "running":
+            parts[name] |= {"status": "failed", "why": f"it was killed; see {name}.log"}
+    (out / "results.json").write_text(json.dumps(parts, indent=1) + "\n")
+    told = [
+        [name, each["status"], f"{each.get('seconds', 0):g}", str(len(each.get("rows", ()))), each["why"]]
+        for name, each in parts.items()
+    ]
+    sheets = [Sheet("Parts", ("part", "status", "seconds", "rows", "why"), told)]
+    for name, each in parts.items():
+        rows = each.get("rows", ())
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        facts = [
+            (f"{key}: {_cell(value)}", "") for key, value in each.get("facts", {}).items() if value not in (None, "", [], {})
+        ]
+        sheets.append(Sheet(name, columns, [[_cell(row.get(key)) for key in columns] for row in rows], notes=facts))
+    here = "a dry run with tiny sizes on the CPU" if any(each.get("dry_run") for each in parts.values()) else "CUDA"
+    text = "\n".join([f"# A day with a GPU: {here}", "", *(sheet.markdown() for sheet in sheets)])
+    (out / "results.md").write_text(text)
+    return int(any(each["status"] == "failed" for each in parts.values()))
+
+
+def _cell(value: Any) -> str:
+    """Return a value as the text of a cell: numbers with four digits, of losses the last."""
+    if isinstance(value, dict):
+        return "; ".join(f"{key} {_cell(each)}" for key, each in value.items() if each is not None)
+    if isinstance(value, list):
+        return _cell(value[-1]) if value and isinstance(value[-1], float) else ", ".join(map(_cell, value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "" if value is None else str(value).replace("\n", "<br>")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("part", choices=(*PARTS, "page"))
+    parser.add_argument("out", type=Path, help="folder of the results")
+    parser.add_argument("names", nargs="*", help="page: the parts")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on the CPU over gloo")
+    given = parser.parse_args(argv)
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.part == "page":
+        return page(given.out, given.names or PARTS)
+
+    def end(number: int, frame: object) -> None:
+        raise OutOfTime
+
+    signal.signal(signal.SIGTERM, end)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products, read when cuBLAS starts
+    return run(Part(given.part, given.out, given.dry_run))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
