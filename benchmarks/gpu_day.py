@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -46,6 +49,7 @@ from zeroshard.utils.state_format import StateFormat
 from zeroshard.zero.flat_buffer import ParameterBuffer
 
 from . import predictions
+from .contenders import OFFLOADS
 from .gpu import PEERS, SHAPE, STATE_NBYTES, TIERS, step_flops
 from .micro import one_line
 from .plan import Contender, ModelShape, Rounds, Workload
@@ -56,11 +60,12 @@ from .statistics import LOSS_TOLERANCE, compared_losses
 from .worker import parameter_count
 from .workload import batch, build_model
 
-TINY = ModelShape(vocab_size=64, seq_len=16, dim=32, layers=2, heads=2)
+TINY = ModelShape(vocab_size=64, seq_len=32, dim=32, layers=3, heads=2)
 BILLION = ModelShape(vocab_size=32768, seq_len=1024, dim=2048, layers=24, heads=16)  # 1.3B parameters
 EIGHT = ModelShape(vocab_size=32768, seq_len=1024, dim=4096, layers=39, heads=32)  # 8B
-STEPPING = tuple(
-    Contender(*each, "bf16") for each in (("zs", 3), ("ddp", None), ("fsdp2", None), ("ds", 3), ("zs", 2), ("zs", 0))
+STEPPING = (
+    *(Contender("zs", stage, "bf16") for stage in (3, 2, 0)),
+    *(Contender(*each, "bf16") for each in (("ddp", None), ("fsdp2", None), ("ds", 3))),
 )
 TUNING = (Contender("zs", 3, "bf16", "host8"), Contender("zs", 3, "bf16", "host"), *PEERS)
 DEVICE_LIMIT_NBYTES = 24 << 30
@@ -73,10 +78,6 @@ EQUAL: dict[str, dict[str, Any]] = {
     "stage 3, all on disk": {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
 }
 EQUAL_STEPS, EQUAL_TOLERANCE = 3, {"fp32": 1e-5, "bf16": 5e-3}  # of parameters, absolute: the order of additions, and of rounding
-
-
-class Skipped(Exception):
-    """Raised by a part that cannot run here; the message says why."""
 
 
 class OutOfTime(BaseException):
@@ -96,6 +97,16 @@ class Part:
     @property
     def device(self) -> str:
         return "cpu" if self.dry else "cuda"
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share the work: the GPUs of this machine, in a dry run two processes."""
+        return 2 if self.dry else torch.cuda.device_count()
+
+    def workload(self, shape: ModelShape, ranks: int = 1, **options: Any) -> Workload:
+        """Return the work of a race; in a dry run it is tiny."""
+        shape = TINY if self.dry else shape
+        return Workload(shape, sequences=4, ranks=ranks, device=self.device, forked=self.dry, **options)
 
     def add(self, name: str, status: str = "ran", **values: Any) -> dict[str, Any]:
         """Add a row, and write all."""
@@ -121,68 +132,39 @@ class Part:
 BEGAN = time.perf_counter()
 
 
-def ranks_of(part: Part) -> int:
-    """Return the number of ranks that share the work: the GPUs of this machine, in a dry run two processes."""
-    return 2 if part.dry else torch.cuda.device_count()
-
-
 # -- environment and tests -----------------------------------------------------------------------------------------------
 
 
 def environment(part: Part) -> None:
-    """Versions, what `zeroshard doctor` finds, nvidia-smi's table, and each GPU as torch sees it."""
+    """Versions and what `zeroshard doctor` finds, nvidia-smi's table, and each GPU as torch sees it."""
     from zeroshard.cli.environment import findings, look
 
-    here = look()
+    here, nccl = look(), torch.cuda.nccl.version() if dist.is_nccl_available() else None
     part.facts = asdict(here) | {"findings": [asdict(each) for each in findings(here)]}
-    for name, command in (("nvidia-smi", ["nvidia-smi"]), ("commit", ["git", "describe", "--always", "--dirty"])):
-        try:
-            part.facts[name] = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-        except (OSError, subprocess.SubprocessError) as error:
-            part.facts[name] = f"skipped: {one_line(error)}"
-    for index in range(torch.cuda.device_count()):
-        seen, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
-        part.add(
-            seen.name,
-            total_nbytes=total,
-            free_nbytes=free,
-            capability=f"{seen.major}.{seen.minor}",
-            bf16=torch.cuda.is_bf16_supported(),
-        )
-    part.add("torch", version=torch.__version__, cuda=torch.version.cuda, nccl=torch.cuda.nccl.version() if dist.is_nccl_available() else None,
-             gpus=torch.cuda.device_count())  # fmt: skip
+    for command in ("nvidia-smi", "git describe --always --dirty"):
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=30)
+        part.facts[command] = done.stdout.strip() or f"skipped: {done.stderr.strip()}"
+    part.add("torch", version=torch.__version__, cuda=torch.version.cuda, nccl=nccl, gpus=len(here.gpus))
+    for gpu in here.gpus:
+        part.add(**asdict(gpu))
 
 
 def tests(part: Part) -> None:
     """The tests marked gpu, counted as they end. A dry run has those of one file, which are skipped without a GPU."""
-    where = "tests/gpu/test_state_codecs_on_gpu.py" if part.dry else "tests"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "-v",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        "--continue-on-collection-errors",
-        where,
-    ]
-    counts, failed = dict[str, int](), list[str]()
+    where, rows = "tests/gpu/test_state_codecs_on_gpu.py" if part.dry else "tests", dict[str, dict[str, Any]]()
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-rs", "-p", "no:cacheprovider", where]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             if ended := re.match(r"(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", line):
                 name, outcome = ended[1], ended[2].lower()
-                counts[outcome] = counts.get(outcome, 0) + 1
-                failed += [name] if outcome in ("failed", "error") else []
-                part.rows = [{"name": each, "status": "ran", "tests": number} for each, number in counts.items()]
-                part.facts = {"failed": failed}
+                row = rows.get(outcome) or rows.setdefault(outcome, part.add(outcome, tests=0))
+                row["tests"] += 1
+                if outcome in ("failed", "error"):
+                    row["status"] = f"{row['status'].replace('ran', 'failed:')} {name}"
                 part.write("running")
-    part.facts["exit code"] = process.returncode
     if process.returncode:
-        raise RuntimeError(f"pytest ended with {process.returncode}; failed: {', '.join(failed) or 'none'}")
+        part.add("pytest", f"failed: exit code {process.returncode}")
 
 
 # -- equality ------------------------------------------------------------------------------------------------------------
@@ -190,22 +172,16 @@ def tests(part: Part) -> None:
 
 def equality(part: Part) -> None:
     """Parameters after three steps of all ranks beside one process in plain PyTorch, while released and new memory holds NaN."""
-    ranks = ranks_of(part)
     share_imports(["torch", "torch.distributed", "torch._dynamo", "zeroshard", __name__])
     with swap_folder(None, part.out) as folder, tempfile.TemporaryDirectory() as meeting:
         args = part.device, folder, f"{meeting}/store"
-        found = [_equal(0, 1, *args)] if ranks == 1 else run_processes(_equal, ranks, *args, timeout_s=200.0)
-    for name in EQUAL:
+        found = [_equal(0, 1, *args)] if part.ranks == 1 else run_processes(_equal, part.ranks, *args, timeout_s=200.0)
+    for name, options in EQUAL.items():
+        worst, limit = max(each.get(name, math.inf) for each in found), EQUAL_TOLERANCE[options.get("precision", "fp32")]
+        status = "ran" if worst <= limit else f"failed: differs by {worst:.1e}"
         if name not in found[0]:
-            part.add(name, "skipped: no folder on a local disk below the results")
-            continue
-        worst = max(each[name] for each in found)
-        limit = EQUAL_TOLERANCE[EQUAL[name].get("precision", "fp32")]
-        good = worst <= limit
-        part.add(
-            name, "ran" if good else f"failed: differs by {worst:.1e}", difference=worst, tolerance=limit, ranks=ranks, equal=good
-        )
-    _refuse_failures(part)
+            status = "skipped: no folder on a local disk below the results"
+        part.add(name, status, difference=worst, tolerance=limit, ranks=part.ranks)
 
 
 def _equal(rank: int, world_size: int, device: str, folder: str | None, store: str) -> dict[str, float]:
@@ -216,7 +192,7 @@ def _equal(rank: int, world_size: int, device: str, folder: str | None, store: s
     dist.init_process_group(
         "nccl" if on_cuda else "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
-    workload, found = Workload(dataclasses.replace(TINY, seq_len=32, dim=64), ranks=world_size, device=device), dict[str, float]()
+    workload, found = Workload(TINY, ranks=world_size, device=device), dict[str, float]()
     expected = {precision: _one_process(workload, precision) for precision in EQUAL_TOLERANCE}
     release = ParameterBuffer.release
 
@@ -280,10 +256,6 @@ def _one_process(workload: Workload, precision: str) -> dict[str, torch.Tensor]:
 # -- plans ---------------------------------------------------------------------------------------------------------------
 
 
-def _gpt(shape: ModelShape) -> torch.nn.Module:
-    return GPT(GPTConfig(**asdict(shape)))
-
-
 def _llama(**sizes: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -292,25 +264,27 @@ def _llama(**sizes: int) -> torch.nn.Module:
 
 def six(dry: bool) -> list[Case]:
     """Return the six models whose peaks are compared with their plans, with options of zs.shard; in a dry run all are tiny."""
-    on_host, tokens = {"offload_optimizer": "cpu", "offload_param": "cpu"}, (2, 16) if dry else (4, 1024)
+    bf16, names = (
+        {"precision": "bf16"},
+        ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    )
+    sizes = (512, 128, 256, 2, 2) if dry else (128256, 2048, 8192, 16, 32)
+    llama = partial(_llama, **dict(zip(names, sizes, strict=True)), num_key_value_heads=sizes[-1] // 2)
 
     def gpt(dim: int, layers: int, heads: int) -> Callable[[], torch.nn.Module]:
-        return partial(_gpt, TINY if dry else ModelShape(50304, 1024, dim, layers, heads))
+        dim, layers, heads = (128, 4, 2) if dry else (dim, layers, heads)
+        return lambda: GPT(GPTConfig(vocab_size=512 if dry else 50304, seq_len=1024, dim=dim, layers=layers, heads=heads))
 
-    llama = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-             "num_attention_heads": 32, "num_key_value_heads": 8}  # fmt: skip
-    small = {name: max(2, size >> 7) if name in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers") else size >> 6
-             for name, size in llama.items()}  # fmt: skip
-    return [
-        Case("GPT 124M, stage 1, fp32", gpt(768, 12, 12), tokens, {"stage": 1}),
-        Case("GPT 354M, stage 2, bf16", gpt(1024, 24, 16), tokens, {"stage": 2, "precision": "bf16"}),
-        Case("GPT 774M, stage 3, bf16, checkpoints", gpt(1280, 36, 20), tokens, {"stage": 3, "precision": "bf16"}, checkpointing=True),
-        Case("GPT 1.3B, stage 3, bf16", gpt(2048, 24, 16), tokens, {"stage": 3, "precision": "bf16"}),
-        Case("Llama 1.2B, stage 3, bf16, checkpoints", partial(_llama, **(small if dry else llama)), tokens,
-             {"stage": 3, "precision": "bf16"}, checkpointing=True),
-        Case("GPT 2.7B, stage 3, bf16, all on the host, checkpoints", gpt(2560, 32, 32), tokens,
-             {"stage": 3, "precision": "bf16", **on_host}, checkpointing=True),
-    ]  # fmt: skip
+    cases = (
+        ("GPT 124M, stage 1, fp32", gpt(768, 12, 12), {"stage": 1}),
+        ("GPT 354M, stage 2, bf16", gpt(1024, 24, 16), {"stage": 2, **bf16}),
+        ("GPT 774M, stage 3, bf16, checkpoints", gpt(1280, 36, 20), {"stage": 3, **bf16}),
+        ("GPT 1.3B, stage 3, bf16", gpt(2048, 24, 16), {"stage": 3, **bf16}),
+        ("Llama 1.2B, stage 3, bf16, checkpoints", llama, {"stage": 3, **bf16}),
+        ("GPT 2.7B, stage 3, bf16, all on the host, checkpoints", gpt(2560, 32, 32), {"stage": 3, **bf16, **OFFLOADS["host"]}),
+    )
+    batch = (2, 16) if dry else (4, 1024)
+    return [Case(name, model, batch, options, checkpointing="checkpoints" in name) for name, model, options in cases]
 
 
 def peaks(part: Part) -> None:
@@ -320,7 +294,6 @@ def peaks(part: Part) -> None:
         predictions.warm_device()
     for case in six(part.dry):
         part.attempt(case.name, partial(_peak, part, case))
-    _refuse_failures(part)
 
 
 def _peak(part: Part, case: Case) -> dict[str, Any]:
@@ -338,13 +311,7 @@ def _peak(part: Part, case: Case) -> dict[str, Any]:
         )
         torch.cuda.empty_cache()
     ratio = planned / measured
-    return {
-        "planned_nbytes": planned,
-        "measured_nbytes": measured,
-        "planned / measured": ratio,
-        "by": how,
-        "plan_s": round(plan_s, 2),
-    }
+    return {"planned_nbytes": planned, "measured_nbytes": measured, "planned / measured": ratio, "by": how, "plan_s": plan_s}
 
 
 # -- races ---------------------------------------------------------------------------------------------------------------
@@ -352,44 +319,33 @@ def _peak(part: Part, case: Case) -> dict[str, Any]:
 
 def steps(part: Part) -> None:
     """Steps of a GPT of 1.3B parameters in bf16 on all GPUs."""
-    workload = Workload(TINY if part.dry else BILLION, sequences=4, ranks=ranks_of(part), device=part.device, forked=part.dry)
-    _alone(part, STEPPING, workload, Rounds(2, 1, 2 if part.dry else 8, 1))
+    rounds = Rounds(warmup=2, rounds=1, steps=2 if part.dry else 8, memory_steps=1)
+    _alone(part, STEPPING, part.workload(BILLION, ranks=part.ranks), rounds)
 
 
 def offload(part: Part) -> None:
-    """The link and steps of a GPT of 320M parameters with states on each tier, on one GPU."""
+    """The link, then steps of a GPT of 320M parameters with states on each tier, on one GPU."""
     nbytes = 1 << (20 if part.dry else 30)
     on_host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=not part.dry)
     on_device = torch.empty_like(on_host, device=part.device)
     for name, target, source in (("copy to the device", on_device, on_host), ("copy to the host", on_host, on_device)):
-        seconds = _seconds(part.device, partial(target.copy_, source))
-        part.add(name, nbytes=nbytes, bytes_per_s=nbytes / seconds)
-    del on_host, on_device
+        part.add(name, nbytes=nbytes, bytes_per_s=nbytes / _seconds(part.device, partial(target.copy_, source)))
+    del on_host, on_device, target, source
+    rounds = Rounds(warmup=1, rounds=1, steps=1 if part.dry else 3, memory_steps=1, lead_in=0 if part.dry else 1)
     with swap_folder(None, part.out) as path:
-        part.facts["folder on a local disk"] = path
-        workload = Workload(
-            TINY if part.dry else SHAPE, sequences=4, device=part.device, ranks=1, swap_path=path, forked=part.dry
-        )
-        _alone(
-            part, (*TIERS[1:], *PEERS, TIERS[0]), workload, Rounds(1, 1, 1 if part.dry else 3, 1, lead_in=0 if part.dry else 1)
-        )
+        _alone(part, (*TIERS[1:], *PEERS, TIERS[0]), part.workload(SHAPE, swap_path=path), rounds)
 
 
 def finetune(part: Part) -> None:
     """All parameters of 8B in bf16 on 24 GB of a device; where a host cannot hold a peer's states, a race of fewer layers, too."""
-    workload = Workload(dataclasses.replace(TINY, layers=4) if part.dry else EIGHT, sequences=4, device=part.device, ranks=1,
-                        checkpoint=True, limit_nbytes=DEVICE_LIMIT_NBYTES, forked=part.dry)  # fmt: skip
-    part.facts = {"device_limit_nbytes": None if part.dry else DEVICE_LIMIT_NBYTES, "host_nbytes": available_nbytes()}
-    rounds = Rounds(1, 1, 2, 1)
-    if all(_short_of_memory(each, workload) is None for each in TUNING):
-        return _alone(part, TUNING, workload, rounds)
-    _alone(part, TUNING, workload, rounds, last=False)
-    room = HOST_SHARE * (available_nbytes() or 0) / max(STATE_NBYTES[each.offload][1] for each in TUNING)
-    layers = max(1, int(workload.shape.layers * room / parameter_count(workload)))
-    less = dataclasses.replace(
-        workload, shape=dataclasses.replace(workload.shape, layers=min(layers, workload.shape.layers // 3))
-    )
-    _alone(part, TUNING, less, rounds)
+    workload, rounds = part.workload(EIGHT, checkpoint=True, limit_nbytes=DEVICE_LIMIT_NBYTES), Rounds(1, 1, 2, 1)
+    have = available_nbytes() or 0
+    part.facts = {"device_limit_nbytes": DEVICE_LIMIT_NBYTES, "host_nbytes": have}
+    _alone(part, TUNING, workload, rounds)
+    if any(_short_of_memory(each, workload) for each in TUNING):
+        most = HOST_SHARE * have / max(STATE_NBYTES[each.offload][1] for each in TUNING) / parameter_count(workload)
+        layers = max(1, int(workload.shape.layers * min(most, 1 / 3)))  # time is short, too
+        _alone(part, TUNING, dataclasses.replace(workload, shape=dataclasses.replace(workload.shape, layers=layers)), rounds)
 
 
 def _short_of_memory(contender: Contender, workload: Workload) -> str | None:
@@ -398,23 +354,21 @@ def _short_of_memory(contender: Contender, workload: Workload) -> str | None:
     return None if needed <= HOST_SHARE * have else f"{needed >> 30} GiB of host memory needed, {have >> 30} available"
 
 
-def _alone(part: Part, contenders: Iterable[Contender], workload: Workload, rounds: Rounds, last: bool = True) -> None:
-    """Add a row for each contender, which has the machine to itself. last: raise if one of the part has failed."""
-    ran: list[tuple[Outcome, dict[str, Any]]] = []
+def _alone(part: Part, contenders: Iterable[Contender], workload: Workload, rounds: Rounds) -> None:
+    """Add a row for each contender, which has the machine to itself, and the difference of its losses from the reference's."""
+    ran: list[Outcome] = []
+    rows: dict[str, dict[str, Any]] = {}
     for contender in contenders:
         if why := _short_of_memory(contender, workload):
             part.add(contender.name, f"skipped: {why}", parameters=parameter_count(workload))
             continue
-        (outcome,) = race([contender], workload, rounds, part.out / "logs" / part.name)
-        ran.append((outcome, part.add(contender.name, outcome.status, **_row(outcome, workload))))
-        rows = {each.contender.name: row for each, row in ran}
-        for compared, reference, difference in compared_losses([each for each, _ in ran]):
+        ran += race([contender], workload, rounds, part.out / "logs" / part.name)
+        rows[contender.name] = part.add(contender.name, ran[-1].status, **_row(ran[-1], workload))
+        for compared, reference, difference in compared_losses(ran):
             pair = compared.contender, reference.contender
             limit = max(LOSS_TOLERANCE.get(each.offload, LOSS_TOLERANCE[each.precision]) for each in pair)
             rows[pair[0].name] |= {"losses of": pair[1].name, "difference": difference, "same": difference <= limit}
     part.write("running")
-    if last:
-        _refuse_failures(part)
 
 
 def _row(outcome: Outcome, workload: Workload) -> dict[str, Any]:
@@ -436,41 +390,27 @@ def _row(outcome: Outcome, workload: Workload) -> dict[str, Any]:
     return row
 
 
-def _refuse_failures(part: Part) -> None:
-    """Raise if a row has failed, or has other losses than the reference."""
-    wrong = [row["name"] for row in part.rows if row["status"].startswith("failed") or row.get("same") is False]
-    if wrong:
-        raise RuntimeError(f"failed, or differs: {', '.join(wrong)}")
-
-
 # -- codecs --------------------------------------------------------------------------------------------------------------
 
 
 def codecs(part: Part) -> None:
-    """Codecs of messages and of states, each way: seconds of torch's operators and of Triton's kernels, and whether bytes are equal."""
+    """Codecs of messages and of states, each way: torch's operators beside Triton's kernels, whose bytes are the same."""
     values = torch.randn(1 << (14 if part.dry else 28), device=part.device)
     for name in CODECS:
-        codec = codec_of(name)
-        packed, out = (
-            torch.empty(codec.packed_nbytes(values.numel()), dtype=torch.uint8, device=part.device),
-            torch.empty_like(values),
-        )
-        part.attempt(
-            f"{name}, pack", partial(_beside_torch, block_quantization, values, partial(codec.pack, values, packed), packed)
-        )
-        part.attempt(
-            f"{name}, unpack", partial(_beside_torch, block_quantization, values, partial(codec.unpack, packed, out), out)
-        )
-    for name in ("int8", "fp8", "int4"):
-        for state in ("exp_avg", "exp_avg_sq"):
-            column, given = (
-                state_codecs.coded_column(state, StateFormat(name)),
-                values.square() if state == "exp_avg_sq" else values,
-            )
-            coded = column.encode(given)
-            for way, call in (("encode", partial(column.encode, given)), ("decode", partial(column.decode, coded))):
-                part.attempt(f"{state} in {name}, {way}", partial(_beside_torch, state_codecs, values, call))
-    _refuse_failures(part)
+        codec, out = codec_of(name), torch.empty_like(values)
+        packed = torch.empty(codec.packed_nbytes(values.numel()), dtype=torch.uint8, device=part.device)
+        for way, call, to in (
+            ("pack", partial(codec.pack, values, packed), packed),
+            ("unpack", partial(codec.unpack, packed, out), out),
+        ):
+            part.attempt(f"{name}, {way}", partial(_beside_torch, block_quantization, values, call, to))
+        del out, packed, call, to
+    for name, state in itertools.product(("int8", "fp8", "int4"), ("exp_avg", "exp_avg_sq")):
+        column = state_codecs.coded_column(state, StateFormat(name))
+        given = values.square() if state == "exp_avg_sq" else values
+        coded = column.encode(given)
+        for way, call in (("encode", partial(column.encode, given)), ("decode", partial(column.decode, coded))):
+            part.attempt(f"{state} in {name}, {way}", partial(_beside_torch, state_codecs, values, call))
 
 
 def _beside_torch(module: Any, values: torch.Tensor, call: Callable[[], Any], out: torch.Tensor | None = None) -> dict[str, Any]:
@@ -510,29 +450,25 @@ def _seconds(device: str, call: Callable[[], object], rounds: int = 5) -> float:
 
 # -- the command ---------------------------------------------------------------------------------------------------------
 
-PARTS: dict[str, Callable[[Part], None]] = {each.__name__: each for each in (
-    environment, tests, equality, peaks, steps, offload, codecs, finetune
-)}  # fmt: skip
+PARTS = {each.__name__: each for each in (environment, tests, equality, peaks, steps, offload, codecs, finetune)}
 
 
 def run(part: Part) -> int:
-    """Run a part and write what became of it. Return 1 if it failed."""
+    """Run a part and write what became of it. Return 1 if it or one of its rows failed, or a row is not the same as its reference."""
     part.write("running")
+    if not part.dry and part.name != "environment" and not torch.cuda.is_available():
+        part.write("skipped", "torch sees no CUDA device")
+        return 0
     try:
-        if not part.dry and part.name != "environment" and not torch.cuda.is_available():
-            raise Skipped("torch sees no CUDA device")
         PARTS[part.name](part)
-        part.write("done")
-        return 0
-    except Skipped as error:
-        part.write("skipped", str(error))
-        return 0
+        why = ", ".join(row["name"] for row in part.rows if row["status"].startswith("failed") or row.get("same") is False)
     except OutOfTime:
-        part.write("failed", "out of time; rows are those that it had measured")
+        why = "out of time; rows are those that it had measured"
     except Exception as error:
-        part.write("failed", one_line(error))
-        raise
-    return 1
+        traceback.print_exc()
+        why = one_line(error)
+    part.write("failed" if why else "done", why)
+    return int(bool(why))
 
 
 def page(out: Path, names: Iterable[str]) -> int:
