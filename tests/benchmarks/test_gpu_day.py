@@ -19,7 +19,7 @@ FIELDS = {"part", "status", "why", "dry_run", "device", "seconds", "facts", "row
 COLUMNS = {  # fields of the rows that ran
     "environment": {"version", "gpus"},
     "tests": {"tests"},
-    "equality": {"difference", "tolerance", "ranks"},
+    "equality": {"difference", "tolerance", "ranks", "poisoned"},
     "peaks": {"planned_nbytes", "measured_nbytes", "planned / measured", "by"},
     "steps": {"parameters", "ms", "tokens_per_s", "tflops", "peak_nbytes", "losses"},
     "offload": set(),  # links, and contenders
@@ -52,6 +52,7 @@ def test_all_parts_run_dry_on_the_cpu(tmp_path):
 
     assert joined["environment"]["facts"]["python"] and "nvidia-smi" in joined["environment"]["facts"]
     assert {row["ranks"] for row in rows("equality").values()} == {2} and rows("equality").keys() == EQUAL.keys()
+    assert all((row["poisoned"] > 0) == name.startswith("stage 3") for name, row in rows("equality").items())
     assert len(rows("peaks")) == 6 and all(0.9 < row["planned / measured"] < 1.1 for row in rows("peaks").values())
     for name, contenders in (("steps", STEPPING), ("finetune", TUNING)):
         assert rows(name).keys() == {each.name for each in contenders}
