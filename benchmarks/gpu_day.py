@@ -68,7 +68,7 @@ STEPPING = (
     *(Contender(*each, "bf16") for each in (("ddp", None), ("fsdp2", None), ("ds", 3))),
 )
 TUNING = (Contender("zs", 3, "bf16", "host8"), Contender("zs", 3, "bf16", "host"), *PEERS)
-DEVICE_LIMIT_NBYTES = 24 << 30
+DEVICE_LIMIT_NBYTES, BEGAN = 24 << 30, time.perf_counter()
 HOST_SHARE = 0.9  # of the host's free memory that states may take: the kernel would kill a process, perhaps not ours
 
 SHARED: dict[str, Any] = {"stage": 3, "map_shared": False}  # of stage 3; ranks on a CPU would release no memory of their own
@@ -129,9 +129,6 @@ class Part:
         told = {"part": self.name, "status": status, "why": why, "dry_run": self.dry, "device": self.device,
                 "seconds": round(time.perf_counter() - BEGAN, 1), "facts": self.facts, "rows": self.rows}  # fmt: skip
         (self.out / f"{self.name}.json").write_text(json.dumps(told, indent=1, default=str) + "\n")
-
-
-BEGAN = time.perf_counter()
 
 
 # -- environment and tests -----------------------------------------------------------------------------------------------
@@ -253,20 +250,19 @@ def _one_process(workload: Workload, precision: str) -> dict[str, torch.Tensor]:
 # -- plans ---------------------------------------------------------------------------------------------------------------
 
 
-def _llama(**sizes: int) -> torch.nn.Module:
+def _llama(vocab: int, dim: int, hidden: int, layers: int, heads: int, kv_heads: int) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(use_cache=False, tie_word_embeddings=True, **sizes))
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, use_cache=False, tie_word_embeddings=True,
+    ))  # fmt: skip
 
 
 def six(dry: bool) -> list[Case]:
     """Return the six models whose peaks are compared with their plans, with options of zs.shard; in a dry run all are tiny."""
-    bf16, names = (
-        {"precision": "bf16"},
-        ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    )
-    sizes = (512, 128, 256, 2, 2) if dry else (128256, 2048, 8192, 16, 32)
-    llama = partial(_llama, **dict(zip(names, sizes, strict=True)), num_key_value_heads=sizes[-1] // 2)
+    bf16, batch = {"precision": "bf16"}, (2, 16) if dry else (4, 1024)
+    llama = partial(_llama, *((512, 128, 256, 2, 2, 1) if dry else (128256, 2048, 8192, 16, 32, 8)))
 
     def gpt(dim: int, layers: int, heads: int) -> Callable[[], torch.nn.Module]:
         dim, layers, heads = (128, 2, 2) if dry else (dim, layers, heads)
@@ -280,7 +276,6 @@ def six(dry: bool) -> list[Case]:
         ("Llama 1.2B, stage 3, bf16, checkpoints", llama, {"stage": 3, **bf16}),
         ("GPT 2.7B, stage 3, bf16, all on the host, checkpoints", gpt(2560, 32, 32), {"stage": 3, **bf16, **OFFLOADS["host"]}),
     )
-    batch = (2, 16) if dry else (4, 1024)
     return [Case(name, model, batch, options, checkpointing="checkpoints" in name) for name, model, options in cases]
 
 
@@ -301,10 +296,10 @@ def _peak(part: Part, case: Case) -> dict[str, Any]:
         seen = observe(case.model, ranks=1, rank=0, **settings)
         how, planned, measured = "observe", *(predictions.held_nbytes(each, (KEPT,)) for each in (plan, seen))
     else:
-        how, planned, (measured, _) = (
+        how, planned, measured = (
             "torch.cuda.max_memory_allocated",
             plan.peak(Tier.DEVICE),
-            predictions.measure_device(case, "", 3),
+            predictions.measure_device(case, "", 3)[0],
         )
         torch.cuda.empty_cache()
     ratio = planned / measured
@@ -315,7 +310,7 @@ def _peak(part: Part, case: Case) -> dict[str, Any]:
 
 
 def steps(part: Part) -> None:
-    """Steps of a GPT of 1.3B parameters in bf16 on all GPUs."""
+    """Time steps of a GPT of 1.3B parameters in bf16 on all GPUs."""
     rounds = Rounds(warmup=2, rounds=1, steps=2 if part.dry else 8, memory_steps=1)
     _alone(part, STEPPING, part.workload(BILLION, ranks=part.ranks), rounds)
 
@@ -396,12 +391,10 @@ def codecs(part: Part) -> None:
     for name in CODECS:
         codec, out = codec_of(name), torch.empty_like(values)
         packed = torch.empty(codec.packed_nbytes(values.numel()), dtype=torch.uint8, device=part.device)
-        for way, call, to in (
-            ("pack", partial(codec.pack, values, packed), packed),
-            ("unpack", partial(codec.unpack, packed, out), out),
-        ):
+        for way, source, to in (("pack", values, packed), ("unpack", packed, out)):
+            call = partial(getattr(codec, way), source, to)
             part.attempt(f"{name}, {way}", partial(_beside_torch, block_quantization, values, call, to))
-        del out, packed, call, to
+        del out, packed, source, to, call  # of a GiB each
     for name, state in itertools.product(("int8", "fp8", "int4"), ("exp_avg", "exp_avg_sq")):
         column = state_codecs.coded_column(state, StateFormat(name))
         given = values.square() if state == "exp_avg_sq" else values
@@ -423,14 +416,8 @@ def _beside_torch(module: Any, values: torch.Tensor, call: Callable[[], Any], ou
     row: dict[str, Any] = {"numel": values.numel(), "torch_ms": 1e3 * plain_s, "torch_bytes_per_s": values.nbytes / plain_s}
     if device != "cuda" or not module.has_triton(values.device):
         return row | {"triton_ms": None, "triton": "skipped: needs Triton, and a GPU of compute capability 8.0 or later"}
-    equal, seconds = torch.equal(plain, result()), _seconds(device, call)
-    row |= {
-        "triton_ms": 1e3 * seconds,
-        "triton_bytes_per_s": values.nbytes / seconds,
-        "torch / triton": plain_s / seconds,
-        "same": equal,
-    }
-    return row
+    row["same"], seconds = torch.equal(plain, result()), _seconds(device, call)
+    return row | {"triton_ms": 1e3 * seconds, "triton_bytes_per_s": values.nbytes / seconds, "torch / triton": plain_s / seconds}
 
 
 def _seconds(device: str, call: Callable[[], object], rounds: int = 5) -> float:
@@ -477,17 +464,12 @@ def page(out: Path, names: Iterable[str]) -> int:
         if parts[name]["status"] == "running":
             parts[name] |= {"status": "failed", "why": f"it was killed; see {name}.log"}
     (out / "results.json").write_text(json.dumps(parts, indent=1) + "\n")
-    told = [
-        [name, each["status"], f"{each.get('seconds', 0):g}", str(len(each.get("rows", ()))), each["why"]]
-        for name, each in parts.items()
-    ]
-    sheets = [Sheet("Parts", ("part", "status", "seconds", "rows", "why"), told)]
+    told = [[name, *(_cell(each.get(key)) for key in ("status", "seconds", "why"))] for name, each in parts.items()]
+    sheets = [Sheet("Parts", ("part", "status", "seconds", "why"), told)]
     for name, each in parts.items():
         rows = each.get("rows", ())
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        facts = [
-            (f"{key}: {_cell(value)}", "") for key, value in each.get("facts", {}).items() if value not in (None, "", [], {})
-        ]
+        facts = [(f"{key}: {_cell(value)}", "") for key, value in each.get("facts", {}).items() if value]
         sheets.append(Sheet(name, columns, [[_cell(row.get(key)) for key in columns] for row in rows], notes=facts))
     here = "a dry run with tiny sizes on the CPU" if any(each.get("dry_run") for each in parts.values()) else "CUDA"
     text = "\n".join([f"# A day with a GPU: {here}", "", *(sheet.markdown() for sheet in sheets)])
