@@ -13,9 +13,10 @@ usage() { echo "usage: scripts/gpu_day.sh [--dry-run] [--parts PART,PART] [FOLDE
 dry=() at_once=1 patience=1 out=${OUT:-} parts=()
 limits=" environment:60 tests:240 equality:120 peaks:240 steps:240 offload:240 codecs:120 finetune:240 " # seconds, in the order of value
 for pair in $limits; do parts+=("${pair%%:*}"); done
+# A dry run times nothing of interest: parts share the cores, of a machine that may be busy. nproc obeys OMP_NUM_THREADS.
 while [[ $# -gt 0 ]]; do
     case $1 in
-        --dry-run) dry=(--dry-run) patience=8 at_once=$(env -u OMP_NUM_THREADS nproc) ;; # nproc would tell OpenMP's threads. No time is of interest: parts share cores, on a machine that may be busy
+        --dry-run) dry=(--dry-run) patience=8 at_once=$(env -u OMP_NUM_THREADS nproc) ;;
         --parts) IFS=, read -ra parts <<<"${2:?expected parts, as in: --parts equality,steps}"; shift ;;
         -*) usage "unknown option $1" ;;
         *) out=$1 ;;
