@@ -44,6 +44,7 @@ OFFLOADS: dict[str, dict[str, str]] = {
     "int8": {"optimizer_states": "int8"},
     "opthost": {"offload_optimizer": "cpu"},
     "host": {"offload_optimizer": "cpu", "offload_param": "cpu"},
+    "host8": {"offload_optimizer": "cpu", "offload_param": "cpu", "optimizer_states": "int8", "master_weights": "split"},
     "disk": {"offload_optimizer": "nvme"},
     "infinity": {"offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
 }
