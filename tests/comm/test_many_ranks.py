@@ -10,6 +10,10 @@ import zeroshard as zs
 from benchmarks import ranks
 from zeroshard.comm import backend_select, process_group
 from zeroshard.comm.launch import run_processes
+from zeroshard.planner.dry_run import plan
+from zeroshard.planner.simulator.hardware import Hardware
+from zeroshard.planner.simulator.simulate import simulate
+from zeroshard.planner.simulator.trace import Resource
 
 pytestmark = pytest.mark.processes
 WORLD = 3
@@ -126,3 +130,25 @@ def test_a_step_of_many_ranks_costs_what_one_of_few_does():
             assert one == other, (phase, what)
     one, other = rows["start: calls"]
     assert other < 4.2 * one
+    for phase in ("save", "save again", "load"):
+        for what in ("bytes received", "calls"):
+            one, other = rows[f"{phase}: {what}"]
+            assert other < 4.2 * one, (phase, what)
+        one, other = rows[f"{phase}: messages"]
+        assert one == other
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.parametrize("world_size", (8, 64))
+def test_a_simulated_step_has_the_messages_that_are_counted(world_size, stage):
+    hardware = Hardware.named("a100-80gb")
+    planned = plan(
+        ranks.layers, ranks=world_size, batch=lambda: torch.ones(1, 8), loss=lambda model, rows: model(rows).sum(),
+        stage=stage, hardware=hardware, node_size=world_size,  # one node, as benchmarks.ranks has
+    )  # fmt: skip
+    counts = ranks.phases(world_size, stage)
+    messages, nbytes, seconds = simulate(planned.trace, hardware).control
+    assert (messages, nbytes) == tuple(sum(counts[phase][at] for phase in ("forward", "backward", "step")) for at in (0, 1))
+    hops = 2 * (world_size - 1) if world_size > process_group.MANY else world_size - 1  # around gloo's ring
+    link = hardware.links[Resource.BETWEEN if world_size > hardware.devices_per_node else Resource.INSIDE]
+    assert messages and seconds == pytest.approx(messages * hops * link.latency_s + nbytes / link.bandwidth)

@@ -47,6 +47,17 @@ _PATIENCE_S = 10.0  # time for peers to send the failure that broke a connection
 _ASK_AGAIN_S = 0.1  # between two rounds of questions to the peers' desks
 
 
+def collectives_of(nbytes: int, world_size: int) -> list[tuple[int, int]]:
+    """Return (bytes that a rank receives, hops that follow one another) of each collective of a message that all ranks say alike.
+
+    nbytes: of the whole message. gloo passes on its collectives around a ring: a gather has N - 1 hops, a reduction 2 (N - 1).
+    """
+    if world_size > MANY:
+        return [(8 * (_WORDS + _MOST_NUMBERS), 2 * (world_size - 1))]
+    frames = [_FRAME_NBYTES] + [nbytes] * (nbytes > _FRAME_NBYTES)
+    return [(world_size * each, world_size - 1) for each in frames]
+
+
 class _DistWork(Collective):
     """Collective over several c10d works. It keeps them, and so their tensors, until `wait`.
 
