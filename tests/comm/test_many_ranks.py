@@ -146,9 +146,19 @@ def test_a_simulated_step_has_the_messages_that_are_counted(world_size, stage):
         ranks.layers, ranks=world_size, batch=lambda: torch.ones(1, 8), loss=lambda model, rows: model(rows).sum(),
         stage=stage, hardware=hardware, node_size=world_size,  # one node, as benchmarks.ranks has
     )  # fmt: skip
-    counts = ranks.phases(world_size, stage)
+    counts = ranks.phases(ranks.Fed(world_size), stage)
     messages, nbytes, seconds = simulate(planned.trace, hardware).control
     assert (messages, nbytes) == tuple(sum(counts[phase][at] for phase in ("forward", "backward", "step")) for at in (0, 1))
     hops = 2 * (world_size - 1) if world_size > process_group.MANY else world_size - 1  # around gloo's ring
     link = hardware.links[Resource.BETWEEN if world_size > hardware.devices_per_node else Resource.INSIDE]
     assert messages and seconds == pytest.approx(messages * hops * link.latency_s + nbytes / link.bandwidth)
+
+
+@pytest.mark.parametrize(("world_size", "many"), ((2, 32), (3, 1)))
+def test_a_fed_rank_has_the_messages_of_a_real_one(world_size, many, tmp_path, monkeypatch):
+    """Messages and bytes are equal, calls fewer, as it sends no tensors. At the start real ranks tell their process and memory."""
+    monkeypatch.setattr(process_group, "MANY", many)
+    found, fed = run_processes(ranks.real, world_size, str(tmp_path), many)[0], ranks.fed(world_size)
+    for phase, (messages, nbytes, calls) in found.items():
+        assert phase == "start" or (messages, nbytes) == fed[phase][:2], phase
+        assert phase == "start" or fed[phase][2] <= calls, phase
