@@ -142,9 +142,10 @@ class Saver:
     def layout(self, contents: Contents, extras: dict[str, bytes]) -> FileLayout:
         """Return the layout of this rank's file. The last save's is used again if every tensor has kept its place."""
         if self._layout is None or self._layout.entries != contents.entries:
-            self._layout = FileLayout.of(contents)
-            self.tensors = listing.tensors_of(self._layout, self.runtime.topology.world.rank)
+            layout = FileLayout.of(contents)
+            self.tensors = listing.tensors_of(layout, self.runtime.topology.world.rank)
             self.digest = xxhash.xxh3_64_hexdigest(self.tensors)
+            self._layout = layout  # last: if something above raises, the next save makes all three again
         return self._layout.with_objects(contents.objects, extras)
 
     def await_copy(self) -> None:
@@ -502,8 +503,8 @@ class Writing:
 
 
 def _whole_digest(digests: list[str]) -> str:
-    """Return the XXH3-64 of the digests of all ranks' layouts, in rank order."""
-    return xxhash.xxh3_64_hexdigest("".join(digests).encode())
+    """Return the XXH3-64 of the digests of all ranks' layouts, in rank order; "", which is none, if there are no digests."""
+    return xxhash.xxh3_64_hexdigest(" ".join(digests).encode()) if digests else ""
 
 
 def _reason(path: Path) -> Exception:
