@@ -10,7 +10,7 @@
     statistics.py, tables.py          ratios within a round, losses, bounds; the form in which every section reports
     memory.py, overlap.py             resident memory, as the kernel counts it; copies beside kernels, by torch's profiler
     command.py, report.py, pictures.py    the command line; results.json, results.md; the pictures
-    predictions.py                    plans beside runs of two ranks
+    predictions.py, gpu_day.py        plans beside runs of two ranks; the parts of scripts/gpu_day.sh
 
 Words used here: a *contender* is a library with a stage and a precision; its *team* is one process per
 rank; a *turn* is a few consecutive steps of one contender; a *round* is one turn of each contender.

@@ -45,6 +45,7 @@ OFFLOADS: dict[str, dict[str, str]] = {
     "backend": {"sums": "backend"},
     "opthost": {"offload_optimizer": "cpu"},
     "host": {"offload_optimizer": "cpu", "offload_param": "cpu"},
+    "host8": {"offload_optimizer": "cpu", "offload_param": "cpu", "optimizer_states": "int8", "master_weights": "split"},
     "disk": {"offload_optimizer": "nvme"},
     "infinity": {"offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
 }

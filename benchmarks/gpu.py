@@ -46,6 +46,7 @@ STATE_NBYTES = {
     "": (18, 0, 0),  # bf16 parameter; fp32 gradient, master, two moments
     "opthost": (2, 16, 0),
     "host": (0, 18, 0),
+    "host8": (0, 11, 0),  # split masters 4, gradient 4, moments 2, and their scales
     "disk": (2, 4, 12),
     "infinity": (0, 0, 18),
     "offload": (0, 20, 0),

@@ -25,6 +25,7 @@ OFFLOAD_LABELS = {  # what is offloaded, and to where; zeroshard's options for e
     "host": "all host",
     "disk": "opt. disk",
     "infinity": "all disk",
+    "host8": "all host, int8",  # with int8 states and split masters: some 11 bytes a parameter
     "int8": "int8 states",  # nothing: they rest in fewer bits
     "backend": "sums by gloo",  # nothing: the backend sums gradients
     "offload": "offload",  # for the peers: parameters, gradients and optimizer states on the host
@@ -139,6 +140,8 @@ class Workload:
     micro_batches: int = 1  # with a pipeline: number of parts into which `sequences` of each rank are cut
     long: bool = False  # the race over the length of sequences (sequences.py)
     checkpoint: bool = False  # activation checkpointing of each block
+    limit_nbytes: int = 0  # CUDA: what the allocator may take once the model is sharded; 0: all of the device
+    forked: bool = False  # ranks are forked from a server that has imported all they need: 0.1 s a rank, not 6 (not on CUDA)
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.sequences) < 1:

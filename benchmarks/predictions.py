@@ -221,9 +221,9 @@ def main() -> int:
         runs, seen = [run for run, _ in found], found[0][1]
         grown = [[nbytes for phase, nbytes in run[0].items() if phase != "save"] for run in runs]
         saving = sum(plan.peak(tier, ("save",)) for tier in (Tier.DEVICE, Tier.HOST))
-        compare(case, "entered", _nbytes(plan, (ACTIVATIONS, KEPT)), _nbytes(seen, (ACTIVATIONS, KEPT)))
-        compare(case, "live", _nbytes(plan, (KEPT,)), _nbytes(seen, (KEPT,)))
-        compare(case, "resident", _nbytes(plan), fmean(map(max, grown)))
+        compare(case, "entered", held_nbytes(plan, (ACTIVATIONS, KEPT)), held_nbytes(seen, (ACTIVATIONS, KEPT)))
+        compare(case, "live", held_nbytes(plan, (KEPT,)), held_nbytes(seen, (KEPT,)))
+        compare(case, "resident", held_nbytes(plan), fmean(map(max, grown)))
         compare(case, "resident, saving", saving, fmean(run[0]["save"] for run in runs))
         if before is not None:
             after = (hardware() if given.time == NOW else None) or before
@@ -238,7 +238,7 @@ def main() -> int:
     return 0
 
 
-def _nbytes(plan: Plan, without: tuple[str, ...] = ()) -> int:
+def held_nbytes(plan: Plan, without: tuple[str, ...] = ()) -> int:
     """Return the bytes of device and host together in the fullest phase but the save, without categories in `without`."""
     phases = [phase.held for phase in plan.phases if phase.name != "save"]
     return max(

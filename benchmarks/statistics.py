@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Largest relative difference from the losses of the reference of the same precision, at any step. Measured over 11
 # steps: fp32 contenders differ by 1e-7, bf16 ones by 4e-5 (autocast); a race condition between gradient buffers,
 # which this check found, made 1e-4 to 7e-4.
-LOSS_TOLERANCE = {"fp32": 2e-5, "bf16": 5e-4, "int8": 5e-3}  # with int8 states losses are others by design
+LOSS_TOLERANCE = {"fp32": 2e-5, "bf16": 5e-4, "int8": 5e-3, "host8": 5e-3}  # with int8 states losses are others by design
 BUSY_CORE_SHARE = 0.85  # with a smaller share of a core other programs ran, and timings cannot be trusted
 
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from zeroshard.optim.cpu_kernels import host_threads
 from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskBursts, write_bulk
 
 from . import contenders, memory, parallel, sequences
@@ -105,13 +106,16 @@ class _Rank:
             os.environ["DS_ACCELERATOR"] = workload.device
         os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))  # as torchrun sets them
         os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(workload.ranks))
-        torch.set_num_threads(1)
+        torch.set_num_threads(host_threads() if self._on_cuda else 1)
         if self._on_cuda:
             torch.cuda.set_device(rank)
         backend, method = "nccl" if self._on_cuda else "gloo", f"file://{meeting_file}"
         dist.init_process_group(backend, init_method=method, rank=rank, world_size=workload.ranks)
         build = sequences.build if workload.long else parallel.build if workload.mesh else contenders.BUILDERS[contender.kind]
         self.trainer = build(contender, workload)
+        if workload.limit_nbytes and self._on_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(workload.limit_nbytes / torch.cuda.mem_get_info()[1])
         self._probe: DiskBursts | None = None
         pipe.send((time.monotonic() - begun, self.trainer.settings, parameter_count(workload)))
 

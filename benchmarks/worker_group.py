@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
+from zeroshard.optim.cpu_kernels import visible_cores
 from zeroshard.utils import torch_compat
 
 from . import worker
@@ -43,11 +44,12 @@ class Team:
         self._pipes, self._processes = [], []
         meeting_file = os.path.join(self._meeting_dir.name, "store")
         method = "spawn"
-        if (workload.mesh or workload.long) and "forkserver" in multiprocessing.get_all_start_methods():
+        if (workload.mesh or workload.long or workload.forked) and "forkserver" in multiprocessing.get_all_start_methods():
             method = "forkserver"  # it has done all imports: with many ranks on a core, they would take minutes
             multiprocessing.set_forkserver_preload(list(PRELOADED))
         context: Any = multiprocessing.get_context(method)
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # processes read it when they import torch
+        threads = max(1, visible_cores() // workload.ranks) if workload.device == "cuda" else 1  # peers step on the host, too
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)):  # processes read it when they import torch
             for rank in range(workload.ranks):
                 here, there = context.Pipe()
                 log_file = str(log_dir / f"{contender.name}.{rank}.log")

@@ -21,12 +21,12 @@ from .plan import Workload
 
 
 def build_model(workload: Workload) -> nn.Module:
-    """Build the whole GPT in fp32 on the workload's device, with the weights of the seed; with `meta`, on the meta device."""
+    """Build the whole GPT in fp32 on the workload's device, with that device's weights of the seed; with `meta`, on the meta device."""
     torch.manual_seed(workload.seed)
-    with torch.device("meta" if workload.meta else "cpu"):
+    with torch.device(
+        "meta" if workload.meta else workload.device
+    ):  # a GPU draws billions of numbers in a second, a core in minutes
         model = GPT(GPTConfig(**dataclasses.asdict(workload.shape)))
-    if not workload.meta:
-        model.to(workload.device)
     if workload.checkpoint:
         for block in blocks(model):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -45,7 +45,7 @@ LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
 STANDING_STILL = 0.05  # of a core: what ranks use that only look again and again whether a peer has come
 
 LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy cores
-    "style", "throughput", "remedies", "schedule_by_formula", "repeat", "commands", "out_of_memory", "one_estimator", "site", "architecture",
+    "style", "throughput", "remedies", "schedule_by_formula", "repeat", "commands", "out_of_memory", "one_estimator", "gpu_day", "site", "architecture",
     "engine_resume", "profile", "fake_world", "parallelize", "lightning", "programs", "beside_deepspeed", "two_nodes", "mesh_processes", "parallel_checkpoints",
     "engine", "examples", "plans", "equivalence", "tensor_parallel", "parallel_volumes", "pipeline", "equivalence_wide", "processes",
     "failures", "plan_command", "checkpoint_kept", "uneven_data", "freezing", "recovery", "private_memory", "checkpoint_kills", "optimizer", "user_models",

@@ -1,5 +1,8 @@
 """Control messages of many ranks: one small reduction tells that all say the same; a message of all follows where they do not."""
 
+import math
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,10 @@ import zeroshard as zs
 from benchmarks import ranks
 from zeroshard.comm import backend_select, process_group
 from zeroshard.comm.launch import run_processes
+from zeroshard.planner.dry_run import plan
+from zeroshard.planner.simulator.hardware import Hardware
+from zeroshard.planner.simulator.simulate import simulate
+from zeroshard.planner.simulator.trace import Resource
 
 pytestmark = pytest.mark.processes
 WORLD = 3
@@ -50,7 +57,7 @@ def trained(rank: int, many: int, stage: int, weighted: bool):
 
 def runs(rank: int, ranks: int, many: int, cases: list):
     torch.set_num_threads(1)
-    process_group.MANY = many
+    process_group.MANY, process_group._RING = many, 2
     dist.init_process_group("gloo")
     found = [trained(rank, many, *case) for case in cases]
     dist.destroy_process_group()
@@ -71,18 +78,21 @@ def test_steps_are_those_of_few_ranks_and_send_no_message_of_all():
 
 def exchanges(rank: int, ranks: int):
     torch.set_num_threads(1)
-    process_group.MANY = 1
+    process_group.MANY, process_group._RING = 1, 2  # of four ranks two rings of two, of three one
     dist.init_process_group("gloo")
     comm = backend_select.current("dist", torch.device("cpu"), 20.0)
+    assert len(comm._rings) == ranks - 2
     counts = counted(comm)
     assert comm.exchange(b"same", "a") == [b"same"] * ranks and counts == {"everyone": 0, "sums": 1}
     assert comm.exchange(b"rank %d" % rank, "b") == [b"rank %d" % each for each in range(ranks)]
     assert comm.exchange(b"x" * 5000, "c [step 1]") == [b"x" * 5000] * ranks
     sums, told = comm.compare(b"same", "d", (rank, 0.5, float("inf") if rank == 1 else 1.0))
     assert sums == [sum(range(ranks)), 0.5 * ranks, float("inf")] and told is None
+    sums, _ = comm.compare(b"same", "d", (0.1 ** (rank + 1),))
+    assert comm.exchange(repr(sums).encode(), "d: sums") == [repr(sums).encode()] * ranks  # to the last bit
     sums, told = comm.compare(bytes([rank]), "e", (rank + 0.25,))
     assert sums == [sum(range(ranks)) + 0.25 * ranks] and told == [bytes([each]) for each in range(ranks)]
-    assert counts == {"everyone": 2, "sums": 5}
+    assert counts == {"everyone": 2, "sums": 7}
     with pytest.raises(zs.CollectiveMismatch, match=r"rank 0: zs\.save: begin; rank 1: optimizer step; rank 2: optimizer step"):
         comm.exchange(b"", "zs.save: begin" if rank == 0 else "optimizer step")
     with pytest.raises(zs.CollectiveMismatch, match="rank 0: f; rank 1: g"):
@@ -90,8 +100,33 @@ def exchanges(rank: int, ranks: int):
     dist.destroy_process_group()
 
 
-def test_what_all_say_is_said_once_and_differences_are_found():
-    run_processes(exchanges, WORLD)
+@pytest.mark.parametrize("world_size", (WORLD, 4))
+def test_what_all_say_is_said_once_and_differences_are_found(world_size):
+    run_processes(exchanges, world_size)
+
+
+def ending(rank: int, ranks: int):
+    torch.set_num_threads(1)
+    process_group.MANY, process_group._RING = 1, 2
+    dist.init_process_group("gloo")
+    comm = backend_select.current("dist", torch.device("cpu"), 20.0)
+    if rank == 3:
+        os._exit(9)
+    with pytest.raises(zs.PeerFailed, match="rank 3") if rank else pytest.raises(zs.PeerFailed):
+        comm.exchange(b"same", "a")
+
+
+def test_a_rank_that_ends_is_named_in_all_rings():
+    """Ranks 0 and 1 are in one ring, 2 and 3 in another: both fail."""
+    found = run_processes(ending, 4, check=False)
+    assert [result.exitcode for result in found] == [0, 0, 0, 9], found
+
+
+def test_rings_are_small_where_the_number_of_ranks_has_such_factors():
+    for world_size in (2, 36, 64, 1000, 4096, 4099):
+        sizes = process_group.ring_sizes(world_size)
+        assert math.prod(sizes) == world_size and (max(sizes) <= process_group._RING or world_size == 4099), sizes
+    assert process_group.collectives_of(100, 4096) == [(128, 56)]
 
 
 def differing(rank: int, ranks: int):
@@ -126,3 +161,35 @@ def test_a_step_of_many_ranks_costs_what_one_of_few_does():
             assert one == other, (phase, what)
     one, other = rows["start: calls"]
     assert other < 4.2 * one
+    for phase in ("save", "save again", "load"):
+        for what in ("bytes received", "calls"):
+            one, other = rows[f"{phase}: {what}"]
+            assert other < 4.2 * one, (phase, what)
+        one, other = rows[f"{phase}: messages"]
+        assert one == other
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.parametrize("world_size", (8, 64))
+def test_a_simulated_step_has_the_messages_that_are_counted(world_size, stage):
+    hardware = Hardware.named("a100-80gb")
+    planned = plan(
+        ranks.layers, ranks=world_size, batch=lambda: torch.ones(1, 8), loss=lambda model, rows: model(rows).sum(),
+        stage=stage, hardware=hardware, node_size=world_size,  # one node, as benchmarks.ranks has
+    )  # fmt: skip
+    counts = ranks.phases(ranks.Fed(world_size), stage)
+    messages, nbytes, seconds = simulate(planned.trace, hardware).control
+    assert (messages, nbytes) == tuple(sum(counts[phase][at] for phase in ("forward", "backward", "step")) for at in (0, 1))
+    hops = 28 if world_size == 64 else world_size - 1  # around two rings of 8 and back, or around one
+    link = hardware.links[Resource.BETWEEN if world_size > hardware.devices_per_node else Resource.INSIDE]
+    assert messages and seconds == pytest.approx(messages * hops * link.latency_s + nbytes / link.bandwidth)
+
+
+@pytest.mark.parametrize(("world_size", "many"), ((2, 32), (3, 1)))
+def test_a_fed_rank_has_the_messages_of_a_real_one(world_size, many, tmp_path, monkeypatch):
+    """Messages and bytes are equal, calls fewer, as it sends no tensors. At the start real ranks tell their process and memory."""
+    monkeypatch.setattr(process_group, "MANY", many)
+    found, fed = run_processes(ranks.real, world_size, str(tmp_path), many)[0], ranks.fed(world_size)
+    for phase, (messages, nbytes, calls) in found.items():
+        assert phase == "start" or (messages, nbytes) == fed[phase][:2], phase
+        assert phase == "start" or fed[phase][2] <= calls, phase

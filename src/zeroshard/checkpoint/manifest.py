@@ -29,7 +29,7 @@ FORMAT, VERSION, DIGEST = "zeroshard-checkpoint", 2, "xxh3-64"  # version 1 has 
 _FACTS = ("step", "world_size", "stage", "precision", "optimizer", "trained_only", "per_rank", "time", "zeroshard", "torch")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredBox:
     """A box of a tensor, in the blob [offset, offset + nbytes) of file number `file`; its elements begin at byte `data`."""
 

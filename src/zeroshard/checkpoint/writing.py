@@ -47,10 +47,12 @@ from .state_map import Contents
 
 _MOST_REASON_NBYTES = 1 << 20  # most that is read of a failed rank's `rank-00000.failed`
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
-_SMALL_NBYTES = 1 << 16  # a rank's part of the manifest up to this size is exchanged, a larger one goes through a file
+# a rank's part of the manifest is exchanged up to this size, and as long as all ranks' are this large, since every rank receives
+# them; a larger one goes through a file
+_SMALL_NBYTES, _TOGETHER_NBYTES = 1 << 16, 1 << 24
 _SIGN_S = 1.0  # seconds between two signs of life where there are no locks
 T = TypeVar("T")
-Opening = tuple[str, list[str] | None]  # the digest of a rank's layout; on rank 0 those of the last save
+Opening = tuple[str, str | None]  # the digest of a rank's layout; on rank 0 that of all layouts of the last save
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,10 @@ class Saver:
     def layout(self, contents: Contents, extras: dict[str, bytes]) -> FileLayout:
         """Return the layout of this rank's file. The last save's is used again if every tensor has kept its place."""
         if self._layout is None or self._layout.entries != contents.entries:
-            self._layout = FileLayout.of(contents)
-            self.tensors = listing.tensors_of(self._layout, self.runtime.topology.world.rank)
+            layout = FileLayout.of(contents)
+            self.tensors = listing.tensors_of(layout, self.runtime.topology.world.rank)
             self.digest = xxhash.xxh3_64_hexdigest(self.tensors)
+            self._layout = layout  # last: if something above raises, the next save makes all three again
         return self._layout.with_objects(contents.objects, extras)
 
     def await_copy(self) -> None:
@@ -275,7 +278,7 @@ class Writing:
             self.writer.abandon()
 
     def _open(self) -> Opening:
-        """Collect what is written and create the file at full size. Return the layout's digest, and all that rank 0 remembers."""
+        """Collect what is written and create the file at full size. Return the layout's digest, and that of all that rank 0 has."""
         if not os.path.isdir(self.folder):
             if self.comm.rank == 0:  # it made the folder, so somebody has removed it
                 with self._write_errors():
@@ -297,7 +300,8 @@ class Writing:
             self.writer.stop()
         ahead = -(-self.contents.nbytes(on_disk=False) // BUFFER_NBYTES) + 1 if asynchronous else 0
         self.saver.pool.grow(ROTATING + ahead if self.contents.nbytes(on_disk=True) else max(ROTATING, ahead))
-        return self.saver.digest, self.saver.listed.digests if self.draft is not None else None
+        # not the digests themselves: every rank would receive as many from every rank, since frames are as long as the longest
+        return self.saver.digest, _whole_digest(self.saver.listed.digests) if self.draft is not None else None
 
     def _compare(self, opened: list[Opening]) -> None:
         """Send the layouts to rank 0 if they differ from the last save's (collective). opened: results of `_open`, by rank."""
@@ -307,7 +311,7 @@ class Writing:
             with self._write_errors():
                 directory.write_whole(self._file_of(self.comm.rank, "tensors.json"), self.saver.tensors)
 
-        if opened[0][1] != self.digests:
+        if opened[0][1] != _whole_digest(self.digests):
             self._together("telling what is in the files", tell_tensors)
 
     def _write_errors(self) -> AbstractContextManager[None]:
@@ -336,7 +340,7 @@ class Writing:
             if self.metadata:
                 with self._write_errors():
                     listing.write_metadata(self.folder, self.metadata)
-        return opened, self._write(_SMALL_NBYTES)
+        return opened, self._write(min(_SMALL_NBYTES, _TOGETHER_NBYTES // self.comm.world_size))
 
     def _write(self, small_nbytes: int) -> bytes:
         """Finish this rank's file. Return its part of the manifest, or write that to a file and return b""."""
@@ -496,6 +500,11 @@ class Writing:
             save._error = error
             if self.draft is not None:
                 self.draft.discard()
+
+
+def _whole_digest(digests: list[str]) -> str:
+    """Return the XXH3-64 of the digests of all ranks' layouts, in rank order; "", which is none, if there are no digests."""
+    return xxhash.xxh3_64_hexdigest(" ".join(digests).encode()) if digests else ""
 
 
 def _reason(path: Path) -> Exception:

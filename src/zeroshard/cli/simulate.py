@@ -77,8 +77,14 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
         f"{two_digits(done.tokens_per_s)} {what}/s; {request.source.name} on {request.ranks:,} {request.hardware.name} is "
         f"{done.bound} ({said_of(spread)})"
     )
+    messages, nbytes, seconds = done.control
+    control = (
+        f"control messages: {messages} in a step, {nbytes:,} bytes received, {two_digits(1e3 * seconds)} ms "
+        f"({seconds / done.step_s if done.step_s else 0:.0%})"
+    )
     if not options.json:  # print the verdict before drawing pictures
         print(line)
+        print(control)
         if not verdict.fits:
             print(f"but it is {verdict}; `zeroshard plan` with the same options says what to change")
     if options.out is not None:
@@ -90,12 +96,13 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
         write_chrome_trace(done, folder / "timeline.json")
         sheets, notes = (
             [table, tables.memory(verdict.plan), tables.communication(verdict.plan)],
-            [tables.headline(request, verdict)],
+            [tables.headline(request, verdict), control],
         )
         write_page(folder / "simulation.html", line, verdict, sheets, pictures, notes)
     if options.json:
         found = {name: getattr(done, name) for name in ("step_s", "tflops", "tokens_per_s", "exposed_s", "bound")}
         found["busy_s"] = {resource.value: seconds for resource, seconds in done.busy.items()}
+        found["control"] = {"messages": messages, "nbytes": nbytes, "seconds": seconds}
         found["spread"] = list(request.hardware.spread)
         print_json(found | {"fits": verdict.fits, "verdict": str(verdict)})
         return 0

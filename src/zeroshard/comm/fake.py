@@ -17,6 +17,7 @@ from torch import Tensor
 from ..config import Tier
 from .base import Collective, Combine, DirectComm, Region
 from .control import Sent
+from .process_group import collectives_of
 from .streams import Streams, T
 from .sums import GPU_CHUNK_NUMEL, piece_numel, sum_dtype
 
@@ -29,6 +30,9 @@ class Watcher(Streams):
     def sent(self, label: str, sent: Sent, peers: int, distinct: bool = False) -> Ticket:
         """Note that a collective of `peers` ranks starts, for which this rank sends `sent`; distinct: other bytes to each peer."""
         return ()
+
+    def agreed(self, label: str, nbytes: int, peers: int, hops: int) -> None:
+        """Note a collective of a control message, for which the host waits: bytes received, and hops that follow one another."""
 
     def moved(self, source: Tier, target: Tier, nbytes: int) -> Ticket:
         """Note that a copy of `nbytes` between tiers starts."""
@@ -150,4 +154,7 @@ class FakeComm(DirectComm):
         return _Watched(self.watcher, self.watcher.sent(label, sent, len(among), distinct), sent, self.ordered)
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        if self.world_size > 1 and not self.shares_memory:  # else messages go through memory
+            for nbytes, hops in collectives_of(8 + len(label.encode()) + len(payload), self.world_size):
+                self.watcher.agreed(label, nbytes, self.world_size, hops)
         return [payload] * self.world_size

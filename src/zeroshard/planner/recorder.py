@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from ..comm.control import Sent
+from ..comm.control import Sent, operation
 from ..comm.fake import Ticket, Watcher
 from ..config import Tier
 from ..utils.axes import DP, EP, SP
@@ -170,6 +170,11 @@ class Recorder(Watcher):
         moved = {resource: amount for resource, amount in nbytes.items() if amount}
         axis = {SP: SP, "experts": EP}.get(label.partition(" ")[0], DP)  # ulysses.py, experts.py
         return self.start(label, moved, peers, axis, distinct=distinct) if moved else ()
+
+    def agreed(self, label: str, nbytes: int, peers: int, hops: int) -> None:
+        self.flush()  # the host waits before it starts anything else; what a device still computes then is not told apart
+        name, control = f"control {operation(label)}", {Resource.CONTROL: float(nbytes)}
+        self._add(Task(name, self.meter.phase, control, self._last, peers=peers, messages=hops), last=True)
 
     def moved(self, source: Tier, target: Tier, nbytes: int) -> Ticket:
         link = _LINKS[source, target]

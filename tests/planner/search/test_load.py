@@ -170,7 +170,7 @@ def test_a_dry_run_comes_to_the_same(layout, tmp_path):
     for tier in Tier:
         peak = found.peak(tier, ("forward", "backward", "step"))
         assert sum(held[tier].values()) == pytest.approx(peak, rel=0.1), tier
-    for resource in set(Resource) - {Resource.DEVICE, Resource.HOST}:
+    for resource in set(Resource) - {Resource.DEVICE, Resource.HOST, Resource.CONTROL}:  # formulas leave the last one out
         assert load.total(resource) == pytest.approx(found.trace.total(resource), rel=0.01), resource
     held = {name: held[Tier.DEVICE].get(name, 0) for name in STATES if layout.optimizer is Tier.DEVICE}
     assert held == {name: max(phase.held[Tier.DEVICE].get(name, 0) for phase in found.phases) for name in held}

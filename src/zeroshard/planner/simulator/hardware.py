@@ -235,6 +235,11 @@ def resource_seconds(
             times[resource] = _compute_seconds(task, nbytes, hardware.device)
         elif resource is Resource.HOST:
             times[resource] = max(task.numel * ranks / hardware.host_step_rate, nbytes * ranks / hardware.host_memory_bandwidth)
+        elif resource is Resource.CONTROL:
+            several = math.prod(trace.axes.values()) > ranks
+            link = hardware.link(Resource.BETWEEN if several else Resource.INSIDE)
+            hop = link.latency_s if latency is None else latency
+            times[resource] = nbytes / (link.bandwidth * utilisation) + hop * task.messages
         else:
             link = hardware.link(resource)
             hop = link.latency_s if latency is None or resource not in NETWORK else latency

@@ -36,7 +36,7 @@ COMPUTES = (Resource.DEVICE, Resource.HOST)
 SAYS = {
     Resource.DEVICE: "computation", Resource.HOST: "the host's cores", Resource.INSIDE: "links inside nodes",
     Resource.BETWEEN: "links between nodes", Resource.DOWN: "copies to the host", Resource.UP: "copies to the device",
-    Resource.READ: "reads from disk", Resource.WRITE: "writes to disk",
+    Resource.READ: "reads from disk", Resource.WRITE: "writes to disk", Resource.CONTROL: "control messages",
 }  # fmt: skip
 _REPEATED = 3  # steps in a row: the last one is as those that would follow
 Span = tuple[int, int, float, float]  # trace, task, begin, end
@@ -61,6 +61,16 @@ class Simulation:
     spans: list[Span] = field(repr=False)
     traces: tuple[Trace, ...] = field(repr=False)
     hardware: Hardware = field(repr=False)
+
+    @property
+    def control(self) -> tuple[int, int, float]:
+        """Number, received bytes and seconds of the control messages of a step, in the trace where they take longest."""
+        found = []
+        for place, trace in enumerate(self.traces):
+            nbytes = [task.nbytes[Resource.CONTROL] for task in trace.tasks if Resource.CONTROL in task.nbytes]
+            spans = (span for span in self.spans if span[0] == place and Resource.CONTROL in trace.tasks[span[1]].nbytes)
+            found.append((len(nbytes), round(sum(nbytes)), sum(end - begin for *_, begin, end in spans)))
+        return max(found, key=lambda each: each[2])
 
     @property
     def bound(self) -> str:

@@ -18,7 +18,7 @@ from .trace import Resource, Task
 COLOURS = {
     "forward": "#1b7f79", "backward": "#2f5d8a", "recompute": "#7fb8b2", "step": "#8a6d3b", "gather": "#d98324",
     "reduce": "#a44a3f", TP: "#c9a227", EP: "#e0b1cb", "send": "#7a5195", "device": "#b5838d", "host": "#6d6875",
-    "disk": "#8d99ae", "read": "#8d99ae", "write": "#5c677d",
+    "disk": "#8d99ae", "read": "#8d99ae", "write": "#5c677d", "control": "#3d405b",
 }  # fmt: skip
 OTHER = "#bbbbbb"
 _WIDTH_IN, _LANE_IN, _MOST_IN = 16.0, 0.45, 45.0

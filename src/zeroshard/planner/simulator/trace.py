@@ -29,6 +29,7 @@ class Resource(str, Enum):
     UP = "up"  # host -> device
     READ = "read"  # disk -> host
     WRITE = "write"  # host -> disk
+    CONTROL = "control"  # messages of the hosts by which ranks agree, over the links between nodes if there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class Task:
     numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins; below 0:
     tasks of the step before, counted from its last (-1). channel: the name that joins a send with its receive in another stage,
     see `simulate.py`. distinct: whether a collective sends other bytes to each peer (an all-to-all), so that ranks cannot pass
-    bytes on, as those of a ring do. messages: collectives or copies, one after the other, that the task stands for.
+    bytes on, as those of a ring do. messages: collectives or copies, one after the other, that the task stands for; on CONTROL hops,
+    and nbytes are received.
     """
 
     name: str

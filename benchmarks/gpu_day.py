@@ -1,0 +1,514 @@
+"""The parts of scripts/gpu_day.sh, which measures in one go what only a GPU can show: each writes one JSON, `page` joins them.
+
+    python -m benchmarks.gpu_day PART OUT [--dry-run]     one of PARTS; --dry-run: tiny sizes, on the CPU over gloo
+    python -m benchmarks.gpu_day page OUT PART ...        results.json and results.md from the parts' JSON
+
+OUT/PART.json: part, status ("done", "skipped", "failed"; "running" if the process was killed), why, device, dry_run, seconds, facts
+(of the part) and rows. It is written again after each row, so that a part that is ended keeps what it has measured. A row has a
+`status`, too: "ran", "skipped: why" or "failed: why". Contenders have the device to themselves, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import zeroshard as zs
+from zeroshard.comm.codecs import CODECS, block_quantization, codec_of
+from zeroshard.comm.launch import run_processes, share_imports
+from zeroshard.config import Tier
+from zeroshard.memory.host_memory import available_nbytes
+from zeroshard.planner.dry_run import observe
+from zeroshard.planner.models import GPT, GPTConfig
+from zeroshard.planner.plan import KEPT
+from zeroshard.tensor import state_codecs
+from zeroshard.utils.sheets import Sheet
+from zeroshard.utils.state_format import StateFormat
+from zeroshard.zero.flat_buffer import ParameterBuffer
+
+from . import predictions
+from .contenders import OFFLOADS, plain_step
+from .gpu import PEERS, SHAPE, STATE_NBYTES, TIERS, step_flops
+from .micro import one_line
+from .plan import Contender, ModelShape, Rounds, Workload
+from .predictions import Case
+from .race import Outcome, race
+from .sections import swap_folder
+from .statistics import LOSS_TOLERANCE, compared_losses
+from .worker import parameter_count
+from .workload import batch, build_model
+
+TINY = ModelShape(vocab_size=64, seq_len=32, dim=32, layers=3, heads=2)
+BILLION = ModelShape(vocab_size=32768, seq_len=1024, dim=2048, layers=24, heads=16)  # 1.3B parameters
+EIGHT = ModelShape(vocab_size=32768, seq_len=1024, dim=4096, layers=39, heads=32)  # 8B
+STEPPING = (
+    *(Contender("zs", stage, "bf16") for stage in (3, 2, 0)),
+    *(Contender(*each, "bf16") for each in (("ddp", None), ("fsdp2", None), ("ds", 3))),
+)
+TUNING = (Contender("zs", 3, "bf16", "host8"), Contender("zs", 3, "bf16", "host"), *PEERS)
+DEVICE_LIMIT_NBYTES, BEGAN = 24 << 30, time.perf_counter()
+HOST_SHARE = 0.9  # of the host's free memory that states may take: the kernel would kill a process, perhaps not ours
+
+SHARED: dict[str, Any] = {"stage": 3, "map_shared": False}  # of stage 3; ranks on a CPU would release no memory of their own
+EQUAL: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(3)},
+    "stage 3": SHARED,
+    "stage 3, bf16": {**SHARED, "precision": "bf16"},
+    "stage 3, all on the host": {**SHARED, **OFFLOADS["host"]},
+    "stage 3, all on disk": {**SHARED, **OFFLOADS["infinity"]},
+}
+EQUAL_STEPS, EQUAL_TOLERANCE = 3, {"fp32": 1e-5, "bf16": 5e-3}  # of parameters, absolute: the order of additions, and of rounding
+
+
+class OutOfTime(BaseException):
+    """Raised by SIGTERM, which `timeout` sends: files on disk are removed, and the JSON says so."""
+
+
+@dataclass
+class Part:
+    """The findings of one part so far. `write` keeps them in OUT/name.json."""
+
+    name: str
+    out: Path
+    dry: bool
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share the work: the GPUs of this machine, in a dry run two processes."""
+        return 2 if self.dry else torch.cuda.device_count()
+
+    def workload(self, shape: ModelShape, ranks: int = 1, **options: Any) -> Workload:
+        """Return the work of a race; in a dry run it is tiny."""
+        shape = TINY if self.dry else shape
+        return Workload(shape, sequences=4, ranks=ranks, device=self.device, forked=self.dry, **options)
+
+    def add(self, name: str, status: str = "ran", **values: Any) -> dict[str, Any]:
+        """Add a row, and write all."""
+        self.rows.append({"name": name, "status": status, **values})
+        self.write("running")
+        return self.rows[-1]
+
+    def attempt(self, name: str, what: Callable[[], dict[str, Any]]) -> None:
+        """Add the row of what a function returns; of one that raises, the reason."""
+        try:
+            self.add(name, **what())
+        except Exception as error:  # the other rows are measured all the same
+            self.add(name, f"failed: {one_line(error)}")
+        gc.collect()
+
+    def write(self, status: str, why: str = "") -> None:
+        """Write the JSON."""
+        told = {"part": self.name, "status": status, "why": why, "dry_run": self.dry, "device": self.device,
+                "seconds": round(time.perf_counter() - BEGAN, 1), "facts": self.facts, "rows": self.rows}  # fmt: skip
+        (self.out / f"{self.name}.json").write_text(json.dumps(told, indent=1, default=str) + "\n")
+
+
+# -- environment and tests -----------------------------------------------------------------------------------------------
+
+
+def environment(part: Part) -> None:
+    """Versions and what `zeroshard doctor` finds, nvidia-smi's table, and each GPU as torch sees it."""
+    from zeroshard.cli.environment import findings, look
+
+    here, nccl = look(), torch.cuda.nccl.version() if dist.is_nccl_available() else None
+    part.facts = asdict(here) | {"findings": [asdict(each) for each in findings(here)]}
+    for command in ("nvidia-smi", "git describe --always --dirty"):
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=30)
+        part.facts[command] = done.stdout.strip() or f"skipped: {done.stderr.strip()}"
+    part.add("torch", version=torch.__version__, cuda=torch.version.cuda, nccl=nccl, gpus=len(here.gpus))
+    for gpu in here.gpus:
+        part.add(**asdict(gpu))
+
+
+def tests(part: Part) -> None:
+    """The tests marked gpu, counted as they end. A dry run has those of one file, which are skipped without a GPU."""
+    where, rows = "tests/gpu/test_state_codecs_on_gpu.py" if part.dry else "tests", dict[str, dict[str, Any]]()
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-rs", "-p", "no:cacheprovider", where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if ended := re.match(r"(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", line):
+                name, outcome = ended[1], ended[2].lower()
+                row = rows.get(outcome) or rows.setdefault(outcome, part.add(outcome, tests=0))
+                row["tests"] += 1
+                if outcome in ("failed", "error"):
+                    row["status"] = f"{row['status'].replace('ran', 'failed:')} {name}"
+                part.write("running")
+    if process.returncode:
+        part.add("pytest", f"failed: exit code {process.returncode}")
+
+
+# -- equality ------------------------------------------------------------------------------------------------------------
+
+
+def equality(part: Part) -> None:
+    """Parameters after three steps of all ranks beside one process in plain PyTorch, while released and new memory holds NaN."""
+    share_imports(["torch", "torch.distributed", "torch._dynamo", "zeroshard", __name__])
+    with swap_folder(None, part.out) as folder, tempfile.TemporaryDirectory() as meeting:
+        args = part.device, folder, f"{meeting}/store"
+        found = [_equal(0, 1, *args)] if part.ranks == 1 else run_processes(_equal, part.ranks, *args, timeout_s=200.0)
+    for name, options in EQUAL.items():
+        if name not in found[0]:
+            part.add(name, "skipped: no folder on a local disk below the results")
+            continue
+        worst, poisoned = (max(each[name][which] for each in found) for which in (0, 1))
+        limit = EQUAL_TOLERANCE[options.get("precision", "fp32")]
+        status = "ran" if worst <= limit else f"failed: differs by {worst:.1e}"
+        part.add(name, status, difference=worst, tolerance=limit, ranks=part.ranks, poisoned=poisoned)
+
+
+def _equal(rank: int, world_size: int, device: str, folder: str | None, store: str) -> dict[str, tuple[float, int]]:
+    """Train each case on this rank; return the largest difference of a parameter from one process's, and how often memory was poisoned."""
+    backend, found = "nccl" if device == "cuda" else "gloo", dict[str, tuple[float, int]]()
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    workload = Workload(TINY, ranks=world_size, device=device)
+    expected = {precision: _one_process(workload, precision) for precision in EQUAL_TOLERANCE}
+    release, poisoned = ParameterBuffer.release, 0
+
+    def poisoning(buffer: ParameterBuffer) -> None:
+        nonlocal poisoned
+        if buffer.sharded and not buffer.mapped and buffer.full.untyped_storage().nbytes():
+            buffer.full.data.fill_(math.nan)
+            poisoned += 1
+        release(buffer)
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then gives NaN
+    with mock.patch.object(ParameterBuffer, "release", poisoning):
+        for name, options in EQUAL.items():
+            if "disk" in name and folder is None:
+                continue
+            model, poisoned = build_model(workload), 0
+            model, optimizer = zs.shard(model, _adamw(model.parameters()), offload_path=folder, **options)
+            step = plain_step(model, optimizer)
+            for number in range(EQUAL_STEPS):
+                step(*batch(workload, number, rank))
+            got, plain = zs.full_state_dict(model, masters=True), expected[options.get("precision", "fp32")]
+            apart = [(got[each].to(value) - value).abs().max().nan_to_num(nan=math.inf) for each, value in plain.items()]
+            found[name] = max(map(float, apart)), poisoned
+            zs.close(model, restore=False)
+    dist.destroy_process_group()
+    return found
+
+
+def _adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """A large epsilon: the gradient of a bias of keys is zero but for rounding, which nothing shall blow up."""
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2)
+
+
+def _one_process(workload: Workload, precision: str) -> dict[str, torch.Tensor]:
+    """Return fp32 parameters after the steps of all ranks in plain PyTorch; in bf16 a copy of them computes."""
+    model = build_model(workload)
+    masters = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = _adamw(masters.values())
+    if precision == "bf16":
+        model.bfloat16()
+    for step in range(EQUAL_STEPS):
+        for master in masters.values():
+            master.grad = torch.zeros_like(master)
+        for rank in range(workload.ranks):
+            model(*batch(workload, step, rank)).backward()
+            for name, param in model.named_parameters():
+                masters[name].grad.add_(param.grad.float(), alpha=1 / workload.ranks)  # type: ignore[union-attr]
+                param.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters[name])
+    return masters
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------------
+
+
+def _llama(vocab: int, dim: int, hidden: int, layers: int, heads: int, kv_heads: int) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, use_cache=False, tie_word_embeddings=True,
+    ))  # fmt: skip
+
+
+def six(dry: bool) -> list[Case]:
+    """Return the six models whose peaks are compared with their plans, with options of zs.shard; in a dry run all are tiny."""
+    bf16, batch = {"precision": "bf16"}, (2, 16) if dry else (4, 1024)
+    llama = partial(_llama, *((512, 128, 256, 2, 2, 1) if dry else (128256, 2048, 8192, 16, 32, 8)))
+
+    def gpt(dim: int, layers: int, heads: int) -> Callable[[], torch.nn.Module]:
+        dim, layers, heads = (128, 2, 2) if dry else (dim, layers, heads)
+        return lambda: GPT(GPTConfig(vocab_size=512 if dry else 50304, seq_len=1024, dim=dim, layers=layers, heads=heads))
+
+    cases = (
+        ("GPT 124M, stage 1, fp32", gpt(768, 12, 12), {"stage": 1}),
+        ("GPT 354M, stage 2, bf16", gpt(1024, 24, 16), {"stage": 2, **bf16}),
+        ("GPT 774M, stage 3, bf16, checkpoints", gpt(1280, 36, 20), {"stage": 3, **bf16}),
+        ("GPT 1.3B, stage 3, bf16", gpt(2048, 24, 16), {"stage": 3, **bf16}),
+        ("Llama 1.2B, stage 3, bf16, checkpoints", llama, {"stage": 3, **bf16}),
+        ("GPT 2.7B, stage 3, bf16, all on the host, checkpoints", gpt(2560, 32, 32), {"stage": 3, **bf16, **OFFLOADS["host"]}),
+    )
+    return [Case(name, model, batch, options, checkpointing="checkpoints" in name) for name, model, options in cases]
+
+
+def peaks(part: Part) -> None:
+    """The planned peak of a device beside what its allocator gave; on a CPU beside what an observed run held."""
+    dist.init_process_group("gloo" if part.dry else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    if not part.dry:
+        predictions.warm_device()
+    for case in six(part.dry):
+        part.attempt(case.name, partial(_peak, part, case))
+
+
+def _peak(part: Part, case: Case) -> dict[str, Any]:
+    settings, began = case.settings("") | {"separate": not part.dry}, time.perf_counter()
+    plan = zs.plan(case.model, ranks=1, **settings)
+    plan_s = time.perf_counter() - began
+    if part.dry:  # device and host are one memory, of which the C library keeps some that nobody holds
+        seen = observe(case.model, ranks=1, rank=0, **settings)
+        how, planned, measured = "observe", *(predictions.held_nbytes(each, (KEPT,)) for each in (plan, seen))
+    else:
+        how, planned, measured = (
+            "torch.cuda.max_memory_allocated",
+            plan.peak(Tier.DEVICE),
+            predictions.measure_device(case, "", 3)[0],
+        )
+        torch.cuda.empty_cache()
+    ratio = planned / measured
+    return {"planned_nbytes": planned, "measured_nbytes": measured, "planned / measured": ratio, "by": how, "plan_s": plan_s}
+
+
+# -- races ---------------------------------------------------------------------------------------------------------------
+
+
+def steps(part: Part) -> None:
+    """Time steps of a GPT of 1.3B parameters in bf16 on all GPUs."""
+    rounds = Rounds(warmup=2, rounds=1, steps=2 if part.dry else 8, memory_steps=1)
+    _alone(part, STEPPING, part.workload(BILLION, ranks=part.ranks), rounds)
+
+
+def offload(part: Part) -> None:
+    """The link, then steps of a GPT of 320M parameters with states on each tier, on one GPU."""
+    nbytes = 1 << (20 if part.dry else 30)
+    on_host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=not part.dry)
+    on_device = torch.empty_like(on_host, device=part.device)
+    for name, target, source in (("copy to the device", on_device, on_host), ("copy to the host", on_host, on_device)):
+        part.add(name, nbytes=nbytes, bytes_per_s=nbytes / _seconds(part.device, partial(target.copy_, source)))
+    del on_host, on_device, target, source
+    rounds = Rounds(warmup=1, rounds=1, steps=1 if part.dry else 3, memory_steps=1, lead_in=0 if part.dry else 1)
+    with swap_folder(None, part.out) as path:
+        _alone(part, (*TIERS[1:], *PEERS, TIERS[0]), part.workload(SHAPE, swap_path=path), rounds)
+
+
+def finetune(part: Part) -> None:
+    """All parameters of 8B in bf16 on 24 GB of a device; where a host cannot hold a peer's states, a race of fewer layers, too."""
+    workload, rounds = part.workload(EIGHT, checkpoint=True, limit_nbytes=DEVICE_LIMIT_NBYTES), Rounds(1, 1, 2, 1)
+    have = available_nbytes() or 0
+    part.facts = {"device_limit_nbytes": DEVICE_LIMIT_NBYTES, "host_nbytes": have}
+    _alone(part, TUNING, workload, rounds)
+    if any(_short_of_memory(each, workload) for each in TUNING):
+        most = HOST_SHARE * have / max(STATE_NBYTES[each.offload][1] for each in TUNING) / parameter_count(workload)
+        layers = max(1, int(workload.shape.layers * min(most, 1 / 3)))  # time is short, too
+        _alone(part, TUNING, dataclasses.replace(workload, shape=dataclasses.replace(workload.shape, layers=layers)), rounds)
+
+
+def _short_of_memory(contender: Contender, workload: Workload) -> str | None:
+    """Return why the host cannot hold a contender's states; None if it can."""
+    needed, have = STATE_NBYTES[contender.offload][1] * parameter_count(workload), available_nbytes() or 0
+    return None if needed <= HOST_SHARE * have else f"{needed >> 30} GiB of host memory needed, {have >> 30} available"
+
+
+def _alone(part: Part, contenders: Iterable[Contender], workload: Workload, rounds: Rounds) -> None:
+    """Add a row for each contender, which has the machine to itself, and the difference of its losses from the reference's."""
+    ran: list[Outcome] = []
+    rows: dict[str, dict[str, Any]] = {}
+    for contender in contenders:
+        if why := _short_of_memory(contender, workload):
+            part.add(contender.name, f"skipped: {why}", parameters=parameter_count(workload))
+            continue
+        ran += race([contender], workload, rounds, part.out / "logs" / part.name)
+        rows[contender.name] = part.add(contender.name, ran[-1].status, **_row(ran[-1], workload))
+        for compared, reference, difference in compared_losses(ran):
+            pair = compared.contender, reference.contender
+            limit = max(LOSS_TOLERANCE.get(each.offload, LOSS_TOLERANCE[each.precision]) for each in pair)
+            rows[pair[0].name] |= {"losses of": pair[1].name, "difference": difference, "same": difference <= limit}
+    part.write("running")
+
+
+def _row(outcome: Outcome, workload: Workload) -> dict[str, Any]:
+    """Return what a contender's timed steps gave, also if it failed later: speeds are of all ranks, bytes of the fullest one."""
+    if not outcome.rounds_step_s:
+        return {}
+    step_s, tokens = median(outcome.round_s), workload.ranks * workload.sequences * workload.shape.seq_len
+    row: dict[str, Any] = {
+        "parameters": outcome.numel, "ms": 1e3 * step_s, "tokens_per_s": tokens / step_s,
+        "tflops": workload.ranks * step_flops(workload) / step_s / 1e12,
+        "peak_nbytes": outcome.cuda_peak if workload.device == "cuda" else outcome.peak_rss, "losses": outcome.losses,
+    }  # fmt: skip
+    if moved := outcome.moved[-1]:
+        row["moved_bytes_per_s"] = {link: nbytes / step_s for link, nbytes in moved.items()}
+    if outcome.disk:
+        row["disk_bytes_per_s"] = asdict(outcome.disk[-1])
+    if outcome.overlap is not None:
+        row |= {"copies_ms": outcome.overlap.copies_ms, "beside_kernels": outcome.overlap.fraction()}
+    return row
+
+
+# -- codecs --------------------------------------------------------------------------------------------------------------
+
+
+def codecs(part: Part) -> None:
+    """Codecs of messages and of states, each way: torch's operators beside Triton's kernels, whose bytes are the same."""
+    values = torch.randn(1 << (14 if part.dry else 28), device=part.device)
+    for name in CODECS:
+        codec, out = codec_of(name), torch.empty_like(values)
+        packed = torch.empty(codec.packed_nbytes(values.numel()), dtype=torch.uint8, device=part.device)
+        for way, source, to in (("pack", values, packed), ("unpack", packed, out)):
+            call = partial(getattr(codec, way), source, to)
+            part.attempt(f"{name}, {way}", partial(_beside_torch, block_quantization, values, call, to))
+        del out, packed, source, to, call  # of a GiB each
+    for name, state in itertools.product(("int8", "fp8", "int4"), ("exp_avg", "exp_avg_sq")):
+        column = state_codecs.coded_column(state, StateFormat(name))
+        given = values.square() if state == "exp_avg_sq" else values
+        coded = column.encode(given)
+        for way, call in (("encode", partial(column.encode, given)), ("decode", partial(column.decode, coded))):
+            part.attempt(f"{state} in {name}, {way}", partial(_beside_torch, state_codecs, values, call))
+
+
+def _beside_torch(module: Any, values: torch.Tensor, call: Callable[[], Any], out: torch.Tensor | None = None) -> dict[str, Any]:
+    """Time a call with torch's operators and with Triton's kernels. out: where its result lies, if it does not return it."""
+
+    def result() -> torch.Tensor:
+        returned = call()
+        return (returned if out is None else out).clone()
+
+    device = values.device.type
+    with mock.patch.object(module, "has_triton", lambda device: False):
+        plain, plain_s = result(), _seconds(device, call)
+    row: dict[str, Any] = {"numel": values.numel(), "torch_ms": 1e3 * plain_s, "torch_bytes_per_s": values.nbytes / plain_s}
+    if device != "cuda" or not module.has_triton(values.device):
+        return row | {"triton_ms": None, "triton": "skipped: needs Triton, and a GPU of compute capability 8.0 or later"}
+    row["same"], seconds = torch.equal(plain, result()), _seconds(device, call)
+    return row | {"triton_ms": 1e3 * seconds, "triton_bytes_per_s": values.nbytes / seconds, "torch / triton": plain_s / seconds}
+
+
+def _seconds(device: str, call: Callable[[], object], rounds: int = 5) -> float:
+    """Return the median seconds of a call, of all that it starts on the device, too; the first call does not count."""
+    wait, taken = torch.cuda.synchronize if device == "cuda" else lambda: None, []
+    for _ in range(1 + rounds):
+        wait()
+        began = time.perf_counter()
+        call()
+        wait()
+        taken.append(time.perf_counter() - began)
+    return median(taken[1:])
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+PARTS = {each.__name__: each for each in (environment, tests, equality, peaks, steps, offload, codecs, finetune)}
+
+
+def run(part: Part) -> int:
+    """Run a part and write what became of it. Return 1 if it or one of its rows failed, or a row is not the same as its reference."""
+    part.write("running")
+    if not part.dry and part.name != "environment" and not torch.cuda.is_available():
+        part.write("skipped", "torch sees no CUDA device")
+        return 0
+    try:
+        PARTS[part.name](part)
+        why = ", ".join(row["name"] for row in part.rows if row["status"].startswith("failed") or row.get("same") is False)
+    except OutOfTime:
+        why = "out of time; rows are those that it had measured"
+    except Exception as error:
+        traceback.print_exc()
+        why = one_line(error)
+    part.write("failed" if why else "done", why)
+    return int(bool(why))
+
+
+def page(out: Path, names: Iterable[str]) -> int:
+    """Join the parts' JSON in results.json, and show them in results.md. Return 1 if one did not end well."""
+    parts = {}
+    for name in names:
+        file = out / f"{name}.json"
+        parts[name] = json.loads(file.read_text()) if file.exists() else {"status": "failed", "why": "it has not begun"}
+        if parts[name]["status"] == "running":
+            parts[name] |= {"status": "failed", "why": f"it was killed; see {name}.log"}
+    (out / "results.json").write_text(json.dumps(parts, indent=1) + "\n")
+    told = [[name, *(_cell(each.get(key)) for key in ("status", "seconds", "why"))] for name, each in parts.items()]
+    sheets = [Sheet("Parts", ("part", "status", "seconds", "why"), told)]
+    for name, each in parts.items():
+        rows = each.get("rows", ())
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        facts = [(f"{key}: {_cell(value)}", "") for key, value in each.get("facts", {}).items() if value]
+        sheets.append(Sheet(name, columns, [[_cell(row.get(key)) for key in columns] for row in rows], notes=facts))
+    here = "a dry run with tiny sizes on the CPU" if any(each.get("dry_run") for each in parts.values()) else "CUDA"
+    text = "\n".join([f"# A day with a GPU: {here}", "", *(sheet.markdown() for sheet in sheets)])
+    (out / "results.md").write_text(text)
+    return int(any(each["status"] == "failed" for each in parts.values()))
+
+
+def _cell(value: Any) -> str:
+    """Return a value as the text of a cell: numbers with four digits, of losses the last."""
+    if isinstance(value, dict):
+        return "; ".join(f"{key} {_cell(each)}" for key, each in value.items() if each is not None)
+    if isinstance(value, list):
+        return _cell(value[-1]) if value and isinstance(value[-1], float) else ", ".join(map(_cell, value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "" if value is None else str(value).replace("\n", "<br>")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("part", choices=(*PARTS, "page"))
+    parser.add_argument("out", type=Path, help="folder of the results")
+    parser.add_argument("names", nargs="*", help="page: the parts")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, on the CPU over gloo")
+    given = parser.parse_args(argv)
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.part == "page":
+        return page(given.out, given.names or PARTS)
+
+    def end(number: int, frame: object) -> None:
+        raise OutOfTime
+
+    signal.signal(signal.SIGTERM, end)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products, read when cuBLAS starts
+    return run(Part(given.part, given.out, given.dry_run))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
