@@ -44,6 +44,7 @@ CONTENDERS = (Contender("local", None, "bf16"), Contender("fsdp2", None, "bf16")
 # Bytes a parameter on device, host and disk, rounded up, by offload: for a search's first size, and its limit on the host.
 STATE_NBYTES = {
     "": (18, 0, 0),  # bf16 parameter; fp32 gradient, master, two moments
+    "backend": (18, 0, 0),
     "opthost": (2, 16, 0),
     "host": (0, 18, 0),
     "host8": (0, 11, 0),  # split masters 4, gradient 4, moments 2, and their scales

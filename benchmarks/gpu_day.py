@@ -52,7 +52,7 @@ from . import predictions
 from .contenders import OFFLOADS, plain_step
 from .gpu import PEERS, SHAPE, STATE_NBYTES, TIERS, step_flops
 from .micro import one_line
-from .plan import Contender, ModelShape, Rounds, Workload
+from .plan import SOCKET_CONTENDERS, Contender, ModelShape, Rounds, Workload
 from .predictions import Case
 from .race import Outcome, race
 from .sections import swap_folder
@@ -67,6 +67,7 @@ STEPPING = (
     *(Contender("zs", stage, "bf16") for stage in (3, 2, 0)),
     *(Contender(*each, "bf16") for each in (("ddp", None), ("fsdp2", None), ("ds", 3))),
 )
+SUMMED = tuple(dataclasses.replace(each, precision="bf16") for each in SOCKET_CONTENDERS)  # of several ranks
 TUNING = (Contender("zs", 3, "bf16", "host8"), Contender("zs", 3, "bf16", "host"), *PEERS)
 DEVICE_LIMIT_NBYTES, BEGAN = 24 << 30, time.perf_counter()
 HOST_SHARE = 0.9  # of the host's free memory that states may take: the kernel would kill a process, perhaps not ours
@@ -75,6 +76,7 @@ SHARED: dict[str, Any] = {"stage": 3, "map_shared": False}  # of stage 3; ranks 
 EQUAL: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"stage": stage} for stage in range(3)},
     "stage 3": SHARED,
+    **{f"stage {stage}, sums by the backend": {**SHARED, "stage": stage, "sums": "backend"} for stage in (2, 3)},
     "stage 3, bf16": {**SHARED, "precision": "bf16"},
     "stage 3, all on the host": {**SHARED, **OFFLOADS["host"]},
     "stage 3, all on disk": {**SHARED, **OFFLOADS["infinity"]},
@@ -312,7 +314,7 @@ def _peak(part: Part, case: Case) -> dict[str, Any]:
 def steps(part: Part) -> None:
     """Time steps of a GPT of 1.3B parameters in bf16 on all GPUs."""
     rounds = Rounds(warmup=2, rounds=1, steps=2 if part.dry else 8, memory_steps=1)
-    _alone(part, STEPPING, part.workload(BILLION, ranks=part.ranks), rounds)
+    _alone(part, (*STEPPING, *(SUMMED if part.ranks > 1 else ())), part.workload(BILLION, ranks=part.ranks), rounds)
 
 
 def offload(part: Part) -> None:
