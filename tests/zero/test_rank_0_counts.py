@@ -1,5 +1,7 @@
 """Ranks that compute other values: a model is rank 0's, or is refused by name; never a part of each rank's."""
 
+import gc
+import threading
 import time
 
 import numpy as np
@@ -629,6 +631,32 @@ def test_modules_in_cycles_that_some_ranks_have_freed():
 
     one, two = run_threads(2, run)
     assert torch.equal(one, two)
+
+
+def test_modules_in_cycles_while_another_thread_collects_garbage():
+    """gc.collect() then returns at once: the ranks of a program that has such a thread held other modules."""
+    begun, ended = threading.Event(), threading.Event()
+
+    class Slow:
+        def __del__(self):
+            begun.set()
+            ended.wait(0.2)
+
+    def collect():
+        while not ended.is_set():
+            slow = Slow()
+            slow.itself = slow
+            del slow
+            gc.collect()
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    try:
+        begun.wait()
+        test_modules_in_cycles_that_some_ranks_have_freed()
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_many_small_modules_take_linear_time():

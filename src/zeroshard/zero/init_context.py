@@ -16,7 +16,6 @@ A parameter under zs.init, in time:
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import os
 import threading
@@ -42,6 +41,7 @@ from ..tensor.home import Home
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, checksum, set_data
 from ..utils import torch_compat
 from ..utils.dtypes import casts_to
+from ..utils.garbage import collect_garbage
 from ..utils.module_names import own_name
 from ..utils.torch_compat import exchange, own_buffers, own_parameters, swap, tree_map_only
 from ..utils.transformers_compat import initialiser
@@ -222,7 +222,7 @@ def cut_whole(around: nn.Module | None = None) -> None:
         _here.noted.clear()
         with contextlib.suppress(ModelMismatch):
             return _cut_present(_here.inits[0][0], _places(now))
-        gc.collect()  # some ranks may have freed modules in reference cycles, which others still have
+        collect_garbage()  # some ranks may have freed modules in reference cycles, which others still have
         _cut_present(_here.inits[0][0], _places(now))
 
 

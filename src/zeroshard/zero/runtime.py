@@ -12,7 +12,6 @@ same for all ZeRO stages: each unit's buffers know whether they are sharded, par
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -29,6 +28,7 @@ from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
 from ..tensor.tiled_parameter import Tile
 from ..utils import torch_compat
 from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
+from ..utils.garbage import collect_garbage
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .attendance import Attendance
 from .auto_wrap import input_dtype
@@ -96,7 +96,7 @@ class Runtime:
             waiting = [each for each in self.awaiting if not each.wraps_another]
             if len(waiting) > 1:  # some may be garbage in circles, which ranks collect at different times
                 del waiting
-                gc.collect()
+                collect_garbage()
                 waiting = [each for each in self.awaiting if not each.wraps_another]
             if len(waiting) == 1:  # of several, the first that steps is taken
                 waiting[0].take_over()
