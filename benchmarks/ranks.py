@@ -52,9 +52,10 @@ class Counting(process_group.DistComm):
         self.messages, self.received = self.messages + 1, self.received + nbytes * self.world_size
         return super()._all_gather_bytes(body, nbytes, label)
 
-    def _reduce_numbers(self, told: torch.Tensor, label: str) -> None:
-        self.messages, self.received = self.messages + 1, self.received + told.nbytes
-        super()._reduce_numbers(told, label)
+    def _add_up(self, told: torch.Tensor, label: str) -> torch.Tensor:
+        ((nbytes, _),) = process_group.collectives_of(0, self.world_size)
+        self.messages, self.received = self.messages + 1, self.received + nbytes
+        return super()._add_up(told, label)
 
 
 class Fed(FakeComm, process_group.DistComm):
@@ -68,6 +69,7 @@ class Fed(FakeComm, process_group.DistComm):
         super().__init__(0, world_size)
         self.turn, self.beside, self.stall_timeout_s = Turn("fed"), [], 60.0
         self.messages = self.received = 0
+        self.told_nbytes = process_group.collectives_of(0, world_size)[0][0]
         self.folder, self.feeding_s = Path(folder), 0.0  # seconds that feeding took
 
     def _all_gather_bytes(self, body: bytes, nbytes: int, label: str) -> list[bytes]:
@@ -119,9 +121,9 @@ class Fed(FakeComm, process_group.DistComm):
             self.feeding_s += time.process_time() - begin
             sys.setprofile(profile)
 
-    def _reduce_numbers(self, told: torch.Tensor, label: str) -> None:
-        self.messages, self.received = self.messages + 1, self.received + told.nbytes
-        told.mul_(self.world_size)
+    def _add_up(self, told: torch.Tensor, label: str) -> torch.Tensor:
+        self.messages, self.received = self.messages + 1, self.received + self.told_nbytes
+        return told * self.world_size
 
 
 def counted(comm: Fed | Counting, what: Callable[[], object]) -> tuple[int, int, int]:

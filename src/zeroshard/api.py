@@ -156,10 +156,10 @@ def _shard(
 
     # open communicators; the checks that follow are collective, and make sure of equal models, options and values
     group, peers, world = axes.open(device, config.stall_timeout_s)
-    asked, config = config, topology.settled(config, group)
     if auto is not None:
         config = choose(config, group, model, specs, optimizer, *auto, axes.parts)
     check_same_model(group, model, specs, config, optimizer, axes.layout)
+    asked, config = config, topology.settled(config, group)
     topology.check(config, group, axes.parts)
     if planned is not None:
         planned.compare(group, world)
@@ -177,8 +177,10 @@ def _shard(
     ledger, progress = Ledger(), Progress(config)
     tiers = open_tiers(config, group, ledger, specs, optimizer)
     comms = Topology.flat(group, peers, world, axes)
-    if asked.sums != config.sums:
-        comms.notes.append("gradients are summed in rank order, as ranks that read each other's memory do it at no price")
+    if asked.sums != config.sums and group.world_size > 1:
+        comms.notes.append(
+            "gradients are summed in rank order, not by the backend: ranks that read each other's memory do it at no price"
+        )
     comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts, axes.divided)
     units = build_units(model, optimizer, config, comms, tiers, specs)
 

@@ -57,7 +57,7 @@ def trained(rank: int, many: int, stage: int, weighted: bool):
 
 def runs(rank: int, ranks: int, many: int, cases: list):
     torch.set_num_threads(1)
-    process_group.MANY, process_group._RING = many, 2
+    process_group.MANY, process_group._TOLD = many, 2
     dist.init_process_group("gloo")
     found = [trained(rank, many, *case) for case in cases]
     dist.destroy_process_group()
@@ -78,10 +78,9 @@ def test_steps_are_those_of_few_ranks_and_send_no_message_of_all():
 
 def exchanges(rank: int, ranks: int):
     torch.set_num_threads(1)
-    process_group.MANY, process_group._RING = 1, 2  # of four ranks two rings of two, of three one
+    process_group.MANY, process_group._TOLD = 1, 2  # of four ranks two rounds of two, of three one
     dist.init_process_group("gloo")
     comm = backend_select.current("dist", torch.device("cpu"), 20.0)
-    assert len(comm._rings) == ranks - 2
     counts = counted(comm)
     assert comm.exchange(b"same", "a") == [b"same"] * ranks and counts == {"everyone": 0, "sums": 1}
     assert comm.exchange(b"rank %d" % rank, "b") == [b"rank %d" % each for each in range(ranks)]
@@ -107,7 +106,7 @@ def test_what_all_say_is_said_once_and_differences_are_found(world_size):
 
 def ending(rank: int, ranks: int):
     torch.set_num_threads(1)
-    process_group.MANY, process_group._RING = 1, 2
+    process_group.MANY, process_group._TOLD = 1, 2
     dist.init_process_group("gloo")
     comm = backend_select.current("dist", torch.device("cpu"), 20.0)
     if rank == 3:
@@ -116,17 +115,17 @@ def ending(rank: int, ranks: int):
         comm.exchange(b"same", "a")
 
 
-def test_a_rank_that_ends_is_named_in_all_rings():
-    """Ranks 0 and 1 are in one ring, 2 and 3 in another: both fail."""
+def test_a_rank_that_ends_is_named_in_all_groups():
+    """Ranks 0 and 1 tell each other first, 2 and 3 too: both pairs fail."""
     found = run_processes(ending, 4, check=False)
     assert [result.exitcode for result in found] == [0, 0, 0, 9], found
 
 
-def test_rings_are_small_where_the_number_of_ranks_has_such_factors():
+def test_few_tell_each_other_where_the_number_of_ranks_has_such_factors():
     for world_size in (2, 36, 64, 1000, 4096, 4099):
-        sizes = process_group.ring_sizes(world_size)
-        assert math.prod(sizes) == world_size and (max(sizes) <= process_group._RING or world_size == 4099), sizes
-    assert process_group.collectives_of(100, 4096) == [(128, 56)]
+        sizes = process_group.round_sizes(world_size)
+        assert math.prod(sizes) == world_size and (max(sizes) <= process_group._TOLD or world_size == 4099), sizes
+    assert process_group.collectives_of(100, 4096) == [(28 * 128, 28)]
 
 
 def differing(rank: int, ranks: int):
@@ -158,7 +157,8 @@ def test_a_step_of_many_ranks_costs_what_one_of_few_does():
     for phase in ("forward", "backward", "step", "close"):
         for what in ("messages", "bytes received", "calls"):
             one, other = rows[f"{phase}: {what}"]
-            assert one == other, (phase, what)
+            # four times as many ranks: another three that each tells its numbers
+            assert one == other or (what == "bytes received" and 0 < other - one <= 2 * 3 * 128), (phase, what)
     one, other = rows["start: calls"]
     assert other < 4.2 * one
     for phase in ("save", "save again", "load"):
@@ -180,7 +180,7 @@ def test_a_simulated_step_has_the_messages_that_are_counted(world_size, stage):
     counts = ranks.phases(ranks.Fed(world_size), stage)
     messages, nbytes, seconds = simulate(planned.trace, hardware).control
     assert (messages, nbytes) == tuple(sum(counts[phase][at] for phase in ("forward", "backward", "step")) for at in (0, 1))
-    hops = 28 if world_size == 64 else world_size - 1  # around two rings of 8 and back, or around one
+    hops = 14 if world_size == 64 else world_size - 1  # to the others of two groups of 8, or around one ring
     link = hardware.links[Resource.BETWEEN if world_size > hardware.devices_per_node else Resource.INSIDE]
     assert messages and seconds == pytest.approx(messages * hops * link.latency_s + nbytes / link.bandwidth)
 

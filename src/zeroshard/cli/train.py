@@ -88,6 +88,8 @@ def _run(options: TrainOptions, ranks: Ranks) -> None:
         folder.write_events()
     if ranks.first:
         summary.opening(options, ranks, corpus)
+        for note in zs.report(trainer.model).deviations if options.sums == "backend" else ():
+            say(note)
     forecast = trainer.forecast() if options.uses_tiers else None
     if forecast is not None and ranks.first:
         say(f"forecast: {forecast}")

@@ -316,18 +316,23 @@ class DirectComm(Control, Comm):
         order; `input` may be overwritten after `wait`.
         """
 
-    def open_sums(self) -> None:
-        """Prepare `reduce_scatter` and `all_reduce` (collective), which only a group that `adds` has."""
+    def open_sums(self) -> int:
+        """Prepare `reduce_scatter` and `all_reduce` for one model, in a group that `adds` (collective). Return their number."""
+        return 0
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], label: str) -> Collective:
+    def close_sums(self, number: int) -> None:
+        """End what `open_sums` has prepared."""
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], number: int, label: str) -> Collective:
         """Start a sum by the backend: out (n,) becomes this rank's slice of the sum of `whole` (world_size * n,); then call `then`.
 
-        out: of the same dtype; it may be this rank's slice of `whole`.
+        out: of the same dtype; it may be this rank's slice of `whole`. number: see `open_sums`; all ranks start the sums of one
+        number in the same order.
         """
         raise NotImplementedError
 
-    def all_reduce(self, tensor: Tensor, then: Callable[[], None], label: str) -> Collective:
-        """Start a sum by the backend: `tensor` becomes its sum over ranks; then call `then`."""
+    def all_reduce(self, tensor: Tensor, then: Callable[[], None], number: int, label: str) -> Collective:
+        """Start a sum by the backend: `tensor` becomes its sum over ranks; then call `then`. number: as in `reduce_scatter`."""
         raise NotImplementedError
 
     @property

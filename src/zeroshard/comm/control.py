@@ -87,7 +87,8 @@ class Group:
     device: torch.device
     ordered: bool = False
     in_order: bool = False  # reductions are matched by their order, whatever `ordered` says of gathers (sums="backend")
-    adds: bool = False  # the backend sums for this group: `DirectComm.reduce_scatter`
+    # how often the backend sends each slice of a sum (`DirectComm.reduce_scatter`): 2 by an all-reduce, as gloo; 0: it has no sums
+    adds: int = 0
     shares_memory: bool = False  # peers read this rank's regions, so `allocate` is collective
     copies: bool = False  # this rank gathers resting shards by copying them: no peer has to take part
     drains_all: bool = True  # once a reduction has drained here, the results of all ranks are in place

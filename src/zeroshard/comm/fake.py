@@ -95,7 +95,7 @@ class FakeComm(DirectComm):
         self.ordered = self.kind.separate
         self.waits_on_host = not self.kind.separate
         self.shares_memory = self.copies = self.kind.shares_memory
-        self.adds = not self.copies
+        self.adds = 0 if self.copies else 1 if self.ordered else 2
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
         if not self.shares_memory:
@@ -124,10 +124,10 @@ class FakeComm(DirectComm):
         work.square_sum = 1.0  # see `Watcher.square_sums`
         return work
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], label: str) -> Collective:
-        return self._summed(then, label, out.nbytes)
+    def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], number: int, label: str) -> Collective:
+        return self._summed(then, label, self.adds * out.nbytes)
 
-    def all_reduce(self, tensor: Tensor, then: Callable[[], None], label: str) -> Collective:
+    def all_reduce(self, tensor: Tensor, then: Callable[[], None], number: int, label: str) -> Collective:
         return self._summed(then, label, 2 * tensor.nbytes // self.world_size)
 
     def _summed(self, then: Callable[[], None], label: str, nbytes: int) -> Collective:

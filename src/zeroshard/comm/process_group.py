@@ -42,31 +42,34 @@ from .sums import piece_numel
 _WAITERS = 64  # most collectives for which threads wait at a time
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 MANY = 32  # with more ranks, a message of all is sent only where a reduction shows that they do not all say the same
-_RING = 8  # most ranks of a ring of that reduction, where the number of ranks has such factors
+_TOLD = (
+    8  # most ranks that tell each other their numbers in a round of that reduction, where the number of ranks has such factors
+)
 _WORDS, _MOST_NUMBERS = 5, 11  # numbers in that reduction: of a digest, and to be summed
 _PATIENCE_S = 10.0  # time for peers to send the failure that broke a connection
 _ASK_AGAIN_S = 0.1  # between two rounds of questions to the peers' desks
 
 
 def collectives_of(nbytes: int, world_size: int) -> list[tuple[int, int]]:
-    """Return (bytes that a rank receives, hops that follow one another) of each collective of a message that all ranks say alike.
+    """Return (bytes that a rank receives, messages that follow one another) of each exchange of what all ranks say alike.
 
-    nbytes: of the whole message. gloo passes on its collectives around a ring: a gather has N - 1 hops, a reduction 2 (N - 1).
+    nbytes: of the whole message. gloo passes a gather on around a ring of N - 1 hops.
     """
     if world_size > MANY:
-        return [(8 * (_WORDS + _MOST_NUMBERS), sum(2 * (size - 1) for size in ring_sizes(world_size)))]
+        told = sum(size - 1 for size in round_sizes(world_size))
+        return [(8 * (_WORDS + _MOST_NUMBERS) * told, told)]
     frames = [_FRAME_NBYTES] + [nbytes] * (nbytes > _FRAME_NBYTES)
     return [(world_size * each, world_size - 1) for each in frames]
 
 
-def ring_sizes(world_size: int) -> list[int]:
-    """Return sizes of rings that a reduction passes one after another, of which the product is the number of ranks."""
+def round_sizes(world_size: int) -> list[int]:
+    """Return how many ranks tell each other their numbers in each round of a reduction: the product is the number of ranks."""
     sizes, factor = [1], 2
     while world_size > 1:
         if world_size % factor:
             factor += 1
             continue
-        if sizes[-1] > 1 and sizes[-1] * factor > _RING:
+        if sizes[-1] > 1 and sizes[-1] * factor > _TOLD:
             sizes.append(1)
         sizes[-1] *= factor
         world_size //= factor
@@ -222,12 +225,10 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
 class DistComm(DirectComm):
     """Comm over a torch.distributed process group (gloo or NCCL).
 
-    _summing: the group that sums, of exactly these ranks; None until `open_sums`.
+    _summing: by number (`open_sums`), the groups that sum, of exactly these ranks.
 
     Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). The threads of `waiter` only wait for gloo's requests.
     """
-
-    adds = True
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
@@ -241,6 +242,7 @@ class DistComm(DirectComm):
         self.backend = backend_for(device, group)
         self.ordered = self.backend != "gloo" if ordered is None else ordered
         self.waits_on_host = self.backend == "gloo"
+        self.adds = 2 if self.backend == "gloo" else 1
         self.streams = streams or streams_for(device)
         self.waiter = ThreadPoolExecutor(max_workers=_WAITERS, thread_name_prefix="zeroshard-gloo")
         self.beside: list[Callable[[], None]] = []  # called during waits: peers of `local` may wait for this rank's answers
@@ -250,12 +252,13 @@ class DistComm(DirectComm):
         self._subgroups: dict[tuple[object, ...], DistComm] = {}  # by (apart, *parts)
         self._timeout = datetime.timedelta(seconds=stall_timeout_s)
         # new process groups, so that these messages never mix with those of the user's collectives
-        local = group is not None  # the ranks outside of the user's group do not call this
-        make: Any = functools.partial(dist.new_group, self.ranks, self._timeout, "gloo", use_local_synchronization=local)
+        new_group = (
+            dist.new_group if group is None else torch_compat.group_of_members
+        )  # the ranks outside of a user's group do not call this
+        make: Any = functools.partial(new_group, self.ranks, self._timeout, "gloo")
         self._control: Any = make()
         self._data: Any = make() if self.backend == "gloo" else group
-        self._summing: Any = None
-        self._rings = self._make_rings()
+        self._summing: dict[int, Any] = {}
         if self.world_size > 1:
             self.desk = desk = ProcessDesk.among(self, on_this_host=False)
             self.nodes = desk.nodes()
@@ -282,15 +285,14 @@ class DistComm(DirectComm):
         if key in self._subgroups:  # models share a subgroup, since each costs new process groups
             return self._subgroups[key]
         group = super().subgroup(parts)  # shares the desk and the waiter threads
-        group._subgroups, group._parent, group._summing = {}, self.root, None
+        group._subgroups, group._parent, group._summing = {}, self.root, {}
         if apart and self.local is not None:  # this host's ranks in this rank's part; None where there is no other
             here = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
             near = [[here.index(rank) for rank in part if rank in here] for part in parts]
             local = self.local.subgroup([part for part in near if part], apart=True)
             group.local, group.beside = local if local.world_size > 1 else None, []
-        make: Any = functools.partial(dist.new_group, group.ranks, self._timeout, use_local_synchronization=True)
+        make: Any = functools.partial(torch_compat.group_of_members, group.ranks, self._timeout)
         group._control = make(backend="gloo")
-        group._rings = group._make_rings()
         if self.backend != "gloo":  # gloo's isend and irecv name the peer and a tag, so that the parent's group serves
             group._data = make(backend=self.backend)
         self._subgroups[key] = group
@@ -356,27 +358,38 @@ class DistComm(DirectComm):
         last.take((sum(known) if len(known) == len(squares) else None, tuple({r: None for w in works for r in w.culprits})))
         return last
 
-    def open_sums(self) -> None:
+    def open_sums(self) -> int:
         if (
-            self._summing is None and self.backend == "gloo" and self._parent is not None
-        ):  # `_data` is the parent's, of more ranks
-            self._summing = dist.new_group(self.ranks, self._timeout, "gloo", use_local_synchronization=True)
-        elif self._summing is None:
-            self._summing = self._data
+            self.backend == "gloo"
+        ):  # of its own for each model: else ranks that use other units of one would mix up the next one's
+            group = torch_compat.group_of_members(self.ranks, self._timeout, "gloo")
+        else:
+            group = self._data
+        if self.ranks != sorted(self.ranks):
+            raise ConfigError(
+                f"sums='backend': the ranks of a group are {self.ranks}. Give a mesh of ascending ranks, or sums='ordered'."
+            )
+        number = self.new_serial()
+        self._summing[number] = group
+        return number
 
-    def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], label: str) -> Collective:
+    def close_sums(self, number: int) -> None:
+        group = self._summing.pop(number, None)
+        if group is not None and self.backend == "gloo":
+            dist.destroy_process_group(group)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], number: int, label: str) -> Collective:
         start = functools.partial(torch_compat.reduce_scatter_single, out, whole)
-        return self._summed(start, then, label, out.nbytes)
+        return self._summed(start, then, number, label, self.adds * out.nbytes)
 
-    def all_reduce(self, tensor: Tensor, then: Callable[[], None], label: str) -> Collective:
-        return self._summed(functools.partial(dist.all_reduce, tensor), then, label, 2 * tensor.nbytes // self.world_size)
+    def all_reduce(self, tensor: Tensor, then: Callable[[], None], number: int, label: str) -> Collective:
+        return self._summed(functools.partial(dist.all_reduce, tensor), then, number, label, 2 * tensor.nbytes // self.world_size)
 
-    def _summed(self, start: Callable[..., Any], then: Callable[[], None], label: str, nbytes: int) -> Collective:
+    def _summed(self, start: Callable[..., Any], then: Callable[[], None], number: int, label: str, nbytes: int) -> Collective:
         """nbytes: what a ring of ranks sends, for each of the other ranks."""
-
         self.progress.note(label)
         with _Explained(self, label):
-            works = [start(group=self._summing, async_op=True)]
+            works = [start(group=self._summing[number], async_op=True)]
         work = _Collected(self, works, label, then)
         work.sent = self.sent(nbytes)
         return work
@@ -431,7 +444,7 @@ class DistComm(DirectComm):
     def _sums(self, payload: bytes, label: str, numbers: Sequence[float]) -> list[float] | None:
         """Return the sums of `numbers` if all ranks are in the same operation with the same payload, else None on every rank.
 
-        One all-reduce of a few numbers, however many ranks there are. Sums of the digest's 24-bit words are exact in fp64 for up to
+        A few numbers are added up, however many ranks there are. Sums of the digest's 24-bit words are exact in fp64 for up to
         2**29 ranks, and each rank compares them with its own words times the number of ranks.
         """
         digest = hashlib.sha256(operation(label).encode() + b"\0" + payload).digest()
@@ -440,32 +453,29 @@ class DistComm(DirectComm):
         told[: _WORDS + len(numbers)] = torch.tensor([*words, *numbers], dtype=torch.float64, device="cpu")
         self.progress.note(label)
         with _Explained(self, label):
-            self._reduce_numbers(told, label)
-        sums = told.tolist()
+            sums = self._add_up(told, label).tolist()
         alike = sums[:_WORDS] == [float(word * self.world_size) for word in words]
         return sums[_WORDS : _WORDS + len(numbers)] if alike else None
 
-    def _make_rings(self) -> list[Any]:
-        """Return process groups of this rank: sums over each, one after another, are the sums over all, equal on every rank (collective).
+    def _add_up(self, told: Tensor, label: str) -> Tensor:
+        """Return the sums of numbers over all ranks, the same bits on every rank (collective).
 
-        gloo sends a reduction around one ring of all ranks, however small it is: 8,190 hops among 4,096 ranks, and 56 in four rings.
+        In each round the ranks of a small group tell each other their sums so far. (gloo's own reduction goes around one ring of all
+        ranks, however small it is: 8,190 hops among 4,096 ranks, where these are 28 messages in four rounds.) No process groups are
+        made for that.
         """
-        sizes, stride, rings = ring_sizes(self.world_size), 1, []
-        if self.world_size <= MANY or len(sizes) == 1:
-            return [self._control]
-        for size in sizes:
-            first = self.rank - self.rank // stride % size * stride
-            ranks = self.ranks[first : first + size * stride : stride]
-            rings.append(dist.new_group(ranks, self._timeout, "gloo", use_local_synchronization=True))
+        stride = 1
+        for size in round_sizes(self.world_size):
+            place = self.rank // stride % size
+            mates = {other: self.ranks[self.rank + (other - place) * stride] for other in range(size) if other != place}
+            parts = [torch.empty_like(told) if other != place else told for other in range(size)]
+            # a mate that has gone on to its next sum sends again, to be received behind this: one tag is enough
+            works = [dist.irecv(parts[other], mate, self._control) for other, mate in mates.items()]
+            works += [dist.isend(told, mate, self._control) for mate in mates.values()]
+            _DistWork(self, works, label).wait()
+            told = functools.reduce(torch.add, parts)  # in the order of the group
             stride *= size
-        return rings
-
-    def _reduce_numbers(self, told: Tensor, label: str) -> None:
-        for ring in self._rings:
-            work = dist.all_reduce(told, group=ring, async_op=True)
-            if self.goes_on:
-                self.wait_until(work.is_completed, label)
-            work.wait()
+        return told
 
     def _everyone(self, payload: bytes, label: str) -> list[bytes]:
         """Return every rank's payload, and raise CollectiveMismatch where ranks are in different operations."""
@@ -494,7 +504,11 @@ class DistComm(DirectComm):
         if self.goes_on:
             self.wait_until(work.is_completed, label)
         work.wait()
-        return [part.numpy().tobytes() for part in everyone]
+        parts = [part.numpy().tobytes() for part in everyone]
+        if self.ranks != (in_group := sorted(self.ranks)):  # torch's groups have ascending ranks
+            places = {rank: place for place, rank in enumerate(in_group)}
+            parts = [parts[places[rank]] for rank in self.ranks]
+        return parts
 
     def wait_until(self, done: Callable[[], bool], label: str, missing: Missing | None = None) -> None:
         begin = time.monotonic()
@@ -525,11 +539,11 @@ class DistComm(DirectComm):
             self.local.announce(waiting_for)
 
     def leave(self) -> None:
-        self.group = self._control = self._data = self._summing = None  # so that no reference here keeps the process groups alive
+        self.group = self._control = self._data = None  # so that no reference here keeps the process groups alive
         for group in self._subgroups.values():
-            group.group = group._control = group._data = group._summing = None
-            group._rings = []
-        self._rings = []
+            group.group = group._control = group._data = None
+            group._summing = {}
+        self._summing = {}
         if self.local is not None:
             self.local.leave()
 

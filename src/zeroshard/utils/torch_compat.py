@@ -6,13 +6,17 @@ the library uses private names (tests/test_architecture.py).
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import datetime
 import functools
+import hashlib
 import importlib
 import inspect
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter, methodcaller
 from types import GetSetDescriptorType
@@ -333,6 +337,29 @@ def dies_with(group: dist.ProcessGroup) -> object:
     The group itself may live on: functions of torch.distributed.nn keep the default group as an argument's default.
     """
     return dist.distributed_c10d._world.pg_map[group][1] or group  # its store
+
+
+_groups_made: weakref.WeakKeyDictionary[object, collections.Counter] = weakref.WeakKeyDictionary()  # by store: of which ranks
+
+
+def group_of_members(ranks: list[int], timeout: datetime.timedelta | None = None, backend: str | None = None) -> Any:
+    """Return a process group of `ranks`, which these alone make (collective among them).
+
+    torch names such a group by the number of groups that a process is in. That differs between ranks once the program has made a
+    group of some of them, and they would wait for each other under different names. Here it is the number of groups of these ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    made = _groups_made.setdefault(dies_with(world), collections.Counter())
+    members = tuple(sorted(ranks))
+    made[members] += 1
+    name = hashlib.sha256(f"zeroshard {members} {made[members]}".encode()).hexdigest()
+    c10d: Any = dist.distributed_c10d
+    names, c10d._hash_ranks_to_str = c10d._hash_ranks_to_str, lambda ranks: name
+    try:
+        return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    finally:
+        c10d._hash_ranks_to_str = names
 
 
 @functools.cache

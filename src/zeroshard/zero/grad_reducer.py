@@ -56,6 +56,9 @@ class Reductions:
         self._departing: list[int] = []  # numbers of units whose reduced gradients are not on their way to their tier
         self._late: dict[tuple[ParamGroup, int], Tensor] = {}  # gradients that came after the reduction of their unit
         self._order = [unit.number for unit in reversed(units) if unit.expected]  # of reductions (ordered communicators)
+        self._next: list[int] | None = (
+            None  # the order in which rank 0 completed its units, for all backwards from the next one on
+        )
         self._agreed = False  # True once ranks have agreed on `_order` after a backward; until then: the model's, reversed
         self._idle: set[int] = set()  # units frozen as a whole in the last backward: `_order` does not wait for them
         self._frozen: dict[int, set[int]] = {}  # rank -> its frozen parameters at the end of this backward, if it has data
@@ -118,6 +121,8 @@ class Reductions:
         missing = sorted(units - self._started, reverse=True)  # in the order of backward, the same on every rank
         if self.in_order:
             missing = [number for number in self._order if number in missing]
+            # not before: other ranks have started more, or fewer, of this backward's reductions in the order that it began with
+            self._order, self._next = self._next or self._order, None
         for number in missing:
             self._reduce(self.units[number])
         for group in self.groups:
@@ -180,8 +185,8 @@ class Reductions:
         return units, params, late
 
     def _agree_on_order(self, first: list[int]) -> None:
-        """Set `_order`, in which all ranks start reductions, to the order in which rank 0 completed its units."""
-        self._order = first + [number for number in self._order if number not in first]
+        """Let all ranks start the next backward's reductions in the order in which rank 0 has completed its units."""
+        self._next = first + [number for number in self._order if number not in first]
         self._agreed = True
 
     def _wait(self) -> None:

@@ -31,12 +31,24 @@ def _adamw(params: object) -> torch.optim.Optimizer:
 def _tasks(world: int) -> dict[str, Task]:
     generator, chosen = torch.Generator().manual_seed(4), [(0, 1, 2), (2, 0, 1), (1,)]
     ragged = [[[(torch.randn(4, 6, generator=generator), chosen[rank % 3]) for rank in range(world)]] for _ in range(3)]
+    fewer = [
+        [[(torch.randn(4, 6, generator=generator), [(0, 2), (0, 1, 2)][rank % 2]) for rank in range(world)]] for _ in range(3)
+    ]
+    turns = [
+        [
+            [(torch.randn(4, 6, generator=generator), [*chosen, (0, 2)][(rank + micro) % 4]) for rank in range(world)]
+            for micro in range(3)
+        ]
+        for _ in range(2)
+    ]
     gpt = Task(seeded(OddGPT), token_batches(3, 2, world), _adamw, clip={1: 0.05})
     weighted = Task(seeded(MLP), vector_batches(2, 2, world), _adamw, weight=lambda batch: 1.0 + batch[0][0, 0].abs().item())
     return {
         "gpt": gpt,
         "held": dataclasses.replace(gpt, local_sums=True),
         "ragged": Task(seeded(Branches), ragged, _adamw),
+        "fewer": Task(seeded(Branches), fewer, _adamw),  # rank 0 completes its units in another order than the model's
+        "turns": Task(seeded(Branches), turns, _adamw, local_sums=True),
         "weighted": weighted,
     }
 
@@ -52,11 +64,15 @@ CELLS = {
     "weighted": ("weighted", {"stage": 3}),
     "ranks take other branches": ("ragged", {"stage": 1}),
     "and of sharded gradients": ("ragged", {"stage": 2}),
+    "rank 0 takes fewer branches": ("fewer", {"stage": 2}),
+    "sums held back of other branches": ("turns", {"stage": 0}),
+    "sums held back of other branches, sharded": ("turns", {"stage": 2}),
     "on the host": ("gpt", {"stage": 2, **HOST}),
     "on disk": ("gpt", {"stage": 3, **dict.fromkeys((*HOST, "offload_param"), "nvme")}),
     "groups": ("gpt", {"stage": 3, "shard_size": 2}),
     "groups of ranks that take other branches": ("ragged", {"stage": 2, "shard_size": 2}),
     "two hops": ("gpt", {"stage": 3, "zero_hpz_partition_size": 2}),
+    "groups, rank 0 takes fewer branches": ("fewer", {"stage": 1, "shard_size": 2}),
     "two hops of ranks that take other branches": ("ragged", {"stage": 2, "shard_size": 2, "replicate_optimizer": False}),
     "bf16": ("gpt", {"stage": 2, "precision": "bf16"}),
     "fp16": ("gpt", {"stage": 3, "precision": "fp16", "loss_scale": 128.0}),
@@ -214,6 +230,37 @@ def test_ranks_whose_data_has_ended_take_part_in_order():
             torch.testing.assert_close(found["backend"][name], value, rtol=NEAR, atol=NEAR)
 
 
+def _two_models(rank: int, world: int) -> list:
+    """Both in one loss; rank 1 takes fewer branches of the second, and so completes its units behind the first's."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = []
+    for sums in ("ordered", "backend"):
+        models = [seeded(Branches, seed) for seed in (1, 2)]
+        optimizers = [_adamw(model.parameters()) for model in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            zs.shard(model, optimizer, stage=2, comm="dist", sums=sums)
+        for step in range(3):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            (models[0](x, (0, 1, 2)) + models[1](x, [(0, 1, 2), (0, 2)][rank])).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([zs.full_state_dict(model) for model in models])
+        groups = len(dist.distributed_c10d._world.pg_map)
+        for model in models:
+            zs.close(model)
+        assert len(dist.distributed_c10d._world.pg_map) == groups - 2 * (sums == "backend")
+    return found
+
+
+def test_two_models_keep_their_sums_apart():
+    for ordered, backend in run_processes(_two_models, 2):
+        for one, other in zip(ordered, backend, strict=True):
+            for name, value in one.items():
+                torch.testing.assert_close(other[name], value, rtol=NEAR, atol=NEAR)
+
+
 def _on_threads(rank: int) -> tuple:
     model = seeded(MLP)
     zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, precision="bf16", sums="backend")
@@ -239,10 +286,7 @@ class Alone:
 
     rank, world_size, ranks, nodes, device = 0, 2, [0, 1], [0, 0], torch.device("cpu")
 
-    def open_sums(self) -> None:
-        pass
-
-    def reduce_scatter(self, out, whole, then, label):
+    def reduce_scatter(self, out, whole, then, number, label):
         out.copy_(whole.view(2, -1)[0] * 2)
         then()
 
@@ -253,7 +297,7 @@ class Alone:
 def test_each_pair_of_dtypes(sent, rest, accumulate):
     """A sum of 0.3 x 2 values, into a shard of 1, in whatever dtypes are sent and kept."""
     comm = object.__new__(BackendSums)
-    comm.comm, comm.rank, comm.world_size = Alone(), 0, 2
+    comm.comm, comm.rank, comm.world_size, comm._number = Alone(), 0, 2, 0
     whole, out = torch.arange(6, dtype=sent), torch.ones(3, dtype=rest)
     source = torch.nn.Module()
     source.tensor = whole

@@ -26,7 +26,7 @@ from ...config import read_layout
 from ...errors import ConfigError
 from ...tensor.distributed import Distribution
 from ...utils.axes import AXES, DP, EP, MODEL_AXES, SP, cuts_model, other_model_axes, planned_otherwise, role
-from ...utils.torch_compat import unset_fake_temporarily
+from ...utils.torch_compat import group_of_members, unset_fake_temporarily
 from .. import backend_select
 from ..base import Comm, DirectComm
 
@@ -228,7 +228,7 @@ def _split(mesh: DeviceMesh | NamedRanks, given: backend_select.Choice | None = 
     everyone = sorted(mesh.mesh.flatten().tolist())
     choice: Any = given
     if isinstance(mesh, DeviceMesh) and everyone != list(range(dist.get_world_size())):
-        choice = dist.new_group(everyone, use_local_synchronization=True)
+        choice = group_of_members(everyone)
     ranks = torch.searchsorted(torch.tensor(everyone), mesh.mesh.cpu().flatten()).view(mesh.shape)
     replicas = [dim for dim in data if dim not in shards]
     by_place = ranks.permute(*model, *replicas, *shards).reshape(-1, size(data))

@@ -1,10 +1,10 @@
 """Reductions that the backend sums (`sums="backend"`): NCCL's rings, trees and sums in the switch, as FSDP2 and DeepSpeed use them.
 
     ordered    each slice to its rank --all-to-all--> sum in fp32, in rank order      N - 1 messages, a whole tensor received
-    backend    whole --reduce_scatter_tensor--> my slice                              nothing is received beside the slice
+    backend    whole --reduce_scatter_tensor--> my slice                              nothing is kept here beside the slice
 
 The sum is computed in the dtype that is sent. Its bits depend on the backend and the number of ranks, and are the same in each run
-of these. Which rank sent a value that is not finite is not known.
+of these. Which rank sent a value that is not finite is not known. gloo makes a copy of the whole, and an all-reduce of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ class BackendSums(Wrapper):
     def __init__(self, comm: DirectComm) -> None:
         super().__init__(comm)
         self.in_order = True
-        comm.open_sums()
+        self._number = comm.open_sums()
+
+    def release(self) -> None:
+        self.comm.close_sums(self._number)
+        super().release()
+
+    def hops(self, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> list[Hop]:
+        sent = self.sent(numel * dtype.itemsize * (self.adds if kind == "reduce" else 1))
+        return [Hop(sent, self.world_size)]
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
         """Start a reduction as `Comm.reduce` does. Overwrites this rank's slice of `source` where `out` can not take the sum."""
@@ -44,7 +52,7 @@ class BackendSums(Wrapper):
             else:  # scaled before it is rounded
                 out.copy_(mine.mul_(factor))
 
-        return self.comm.reduce_scatter(out if direct else mine, source.tensor, finish, label)
+        return self.comm.reduce_scatter(out if direct else mine, source.tensor, finish, self._number, label)
 
     def all_reduce(self, tensor: Tensor, *, scale: float, label: str) -> Collective:
         """Start an all-reduce: `tensor` (n,) becomes `scale` times its sum over ranks."""
@@ -53,14 +61,14 @@ class BackendSums(Wrapper):
         def finish() -> None:
             tensor.mul_(scale / share)
 
-        return self.comm.all_reduce(tensor, finish, label)
+        return self.comm.all_reduce(tensor, finish, self._number, label)
 
     def summed(self, numel: int, dtype: torch.dtype) -> Sequence[Hop]:
         """Return what this rank sends for an all-reduce of `world_size` slices of `numel` elements each."""
         return [Hop(Sent(*(2 * nbytes for nbytes in self.sent(numel * dtype.itemsize))), self.world_size)]
 
     def _shrink(self, tensor: Tensor) -> float:
-        """Scale what is sent, so that sums in fp16 do not overflow, by a power of two, which rounds nothing; return it."""
+        """Scale what is sent, so that sums in fp16 do not overflow, by a power of two; return it. It rounds subnormal values alone."""
         share = exact_share(self.world_size) if tensor.dtype == torch.float16 else 1.0
         if share != 1.0:
             tensor.mul_(share)

@@ -168,8 +168,9 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
 
 
 def settled(config: Config, comm: Comm) -> Config:
-    """Return the options that hold for ranks which read each other's memory, where the order of a sum costs nothing."""
-    return dataclasses.replace(config, sums="ordered") if config.sums == "backend" and comm.copies else config
+    """Return the options that hold where nothing is summed, or by ranks which read each other's memory: in order, at no price."""
+    needless = config.sums == "backend" and (comm.copies or comm.world_size == 1)
+    return dataclasses.replace(config, sums="ordered") if needless else config
 
 
 def summing(config: Config, comm: DirectComm) -> Comm:
@@ -190,11 +191,6 @@ def open_topology(
     if config.sums == "backend":
         sent = str(config.sent_dtype(config.compute_dtype)).removeprefix("torch.")
         notes.append(f"gradients are summed by the backend, in {sent}: their bits depend on it and on the number of ranks")
-    elif comm.ordered and comm.world_size > _MANY and not comm.imagined:
-        notes.append(
-            f"gradients are summed in rank order, so that each of {comm.world_size} ranks sends a message to each other one for each unit: "
-            "sums='backend' lets the backend sum"
-        )
     packing = _Packing(config, ledger, warm, flat.errors, notes)
     size = config.shard_size or (len(mesh[0]) if mesh is not None else None)
     groups, nodes = None, None
@@ -228,6 +224,12 @@ def open_topology(
     else:
         gradients = packing.reductions(shards)
     gradients = packing.factors(gradients, comm)
+    most = max(hop.peers for hop in shards.hops("reduce", 1, torch.float32))
+    if comm.ordered and most > _MANY and config.sums == "ordered" and config.zero_quantized_gradients is None:
+        notes.append(
+            f"gradients are summed in rank order, so that each of {most} ranks sends a message to each other one for each unit: "
+            "sums='backend' lets the backend sum"
+        )
     values = packing.gathers(shards, comm)
     experts = None
     if divided is not None:
