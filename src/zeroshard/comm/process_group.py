@@ -252,10 +252,7 @@ class DistComm(DirectComm):
         self._subgroups: dict[tuple[object, ...], DistComm] = {}  # by (apart, *parts)
         self._timeout = datetime.timedelta(seconds=stall_timeout_s)
         # new process groups, so that these messages never mix with those of the user's collectives
-        new_group = (
-            dist.new_group if group is None else torch_compat.group_of_members
-        )  # the ranks outside of a user's group do not call this
-        make: Any = functools.partial(new_group, self.ranks, self._timeout, "gloo")
+        make: Any = functools.partial(torch_compat.group_of_members, self.ranks, self._timeout, "gloo")
         self._control: Any = make()
         self._data: Any = make() if self.backend == "gloo" else group
         self._summing: dict[int, Any] = {}

@@ -345,8 +345,9 @@ _groups_made: weakref.WeakKeyDictionary[object, collections.Counter] = weakref.W
 def group_of_members(ranks: list[int], timeout: datetime.timedelta | None = None, backend: str | None = None) -> Any:
     """Return a process group of `ranks`, which these alone make (collective among them).
 
-    torch names such a group by the number of groups that a process is in. That differs between ranks once the program has made a
-    group of some of them, and they would wait for each other under different names. Here it is the number of groups of these ranks.
+    torch names such a group by the number of groups that a process is in, or (from 2.14 on, and groups that all ranks make, too) has
+    made. That differs between ranks once the program has made a group of some of them, and they would wait for each other under
+    different names. Here it is the number of groups of these ranks, and torch's own numbers stay as they are.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -355,11 +356,11 @@ def group_of_members(ranks: list[int], timeout: datetime.timedelta | None = None
     made[members] += 1
     name = hashlib.sha256(f"zeroshard {members} {made[members]}".encode()).hexdigest()
     c10d: Any = dist.distributed_c10d
-    names, c10d._hash_ranks_to_str = c10d._hash_ranks_to_str, lambda ranks: name
+    names, c10d._process_group_name = c10d._process_group_name, lambda ranks, use_hashed_name: name
     try:
         return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
     finally:
-        c10d._hash_ranks_to_str = names
+        c10d._process_group_name = names
 
 
 @functools.cache
