@@ -100,12 +100,12 @@ class Hops(Collective):
     """
 
     def __init__(
-        self, control: Control, first: Collective, go_on: Callable[[], Collective], sent: Sent, label: str, in_order: bool = False
+        self, control: Control, first: Collective, go_on: Callable[[], Collective], sent: Sent, label: str, queue: Comm | None = None
     ) -> None:  # fmt: skip
-        """go_on: starts the second collective. sent: bytes that this rank sends for both. in_order: the second is a reduction that is
-        matched by order (`Group.in_order`)."""
+        """go_on: starts the second collective. sent: bytes that this rank sends for both. queue: the Comm of the second, if that is a
+        reduction which is matched by order (`Comm.queue`)."""
         self.control, self.first, self._go_on, self.sent, self.label = control, first, go_on, sent, label
-        self.in_order = in_order
+        self.queue = queue
         self.second: Collective | None = None  # None: not begun yet
         self._begun = self._over = False
         self._ticket: Any = None
@@ -168,6 +168,7 @@ class Comm(Group, ABC):
 
     control: Control  # the control messages and waits of these ranks
     parts: tuple[Comm, ...] = ()  # the Comms that this one calls: open, release, forget and outdate are passed on to them
+    queue: Comm | None = None  # the Comm itself if its reductions are matched by the order in which ranks start them
     packs: bool = False  # whether reductions compress gradients (by a codec) now; some codecs begin after warm-up steps
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -322,6 +323,9 @@ class DirectComm(Control, Comm):
 
     def close_sums(self, number: int) -> None:
         """End what `open_sums` has prepared."""
+
+    def drop_sums(self, number: int) -> None:
+        """Let the next `open_sums` end what an earlier one has prepared. For finalizers, which run in any thread at any time."""
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], number: int, label: str) -> Collective:
         """Start a sum by the backend: out (n,) becomes this rank's slice of the sum of `whole` (world_size * n,); then call `then`.

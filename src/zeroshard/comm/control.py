@@ -56,11 +56,14 @@ class HopQueue:
             self._busy = False
 
     def _ready(self) -> list[Hops]:
-        found, behind = [], False  # behind: an earlier one that is matched by order is not over
+        found: list[Hops] = []
+        behind: set[int] = set()  # queues in which an earlier one is not over
         for hops in self.items:
             over = hops.first.done()
-            found += [hops] * (over and not (behind and hops.in_order))
-            behind = behind or (hops.in_order and not over)
+            if over and id(hops.queue) not in behind:
+                found.append(hops)
+            elif hops.queue is not None:
+                behind.add(id(hops.queue))
         return found
 
     @contextlib.contextmanager
@@ -86,7 +89,6 @@ class Group:
     nodes: list[int]  # node number of each rank. Links inside a node are fast, links between nodes are slower
     device: torch.device
     ordered: bool = False
-    in_order: bool = False  # reductions are matched by their order, whatever `ordered` says of gathers (sums="backend")
     # how often the backend sends each slice of a sum (`DirectComm.reduce_scatter`): 2 by an all-reduce, as gloo; 0: it has no sums
     adds: int = 0
     shares_memory: bool = False  # peers read this rank's regions, so `allocate` is collective

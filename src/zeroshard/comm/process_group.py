@@ -256,6 +256,7 @@ class DistComm(DirectComm):
         self._control: Any = make()
         self._data: Any = make() if self.backend == "gloo" else group
         self._summing: dict[int, Any] = {}
+        self._dropped: list[int] = []
         if self.world_size > 1:
             self.desk = desk = ProcessDesk.among(self, on_this_host=False)
             self.nodes = desk.nodes()
@@ -282,7 +283,7 @@ class DistComm(DirectComm):
         if key in self._subgroups:  # models share a subgroup, since each costs new process groups
             return self._subgroups[key]
         group = super().subgroup(parts)  # shares the desk and the waiter threads
-        group._subgroups, group._parent, group._summing = {}, self.root, {}
+        group._subgroups, group._parent, group._summing, group._dropped = {}, self.root, {}, []
         if apart and self.local is not None:  # this host's ranks in this rank's part; None where there is no other
             here = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
             near = [[here.index(rank) for rank in part if rank in here] for part in parts]
@@ -355,7 +356,12 @@ class DistComm(DirectComm):
         last.take((sum(known) if len(known) == len(squares) else None, tuple({r: None for w in works for r in w.culprits})))
         return last
 
+    def drop_sums(self, number: int) -> None:
+        self._dropped.append(number)
+
     def open_sums(self) -> int:
+        while self._dropped:
+            self.close_sums(self._dropped.pop())
         if (
             self.backend == "gloo"
         ):  # of its own for each model: else ranks that use other units of one would mix up the next one's

@@ -120,7 +120,8 @@ class Reductions:
         units, params, again = agreed or self.agree()
         missing = sorted(units - self._started, reverse=True)  # in the order of backward, the same on every rank
         if self.in_order:
-            missing = [number for number in self._order if number in missing]
+            # those last that were frozen as a whole: ranks that started later units have passed over them
+            missing = sorted((number for number in self._order if number in missing), key=self._idle.__contains__)
             # not before: other ranks have started more, or fewer, of this backward's reductions in the order that it began with
             self._order, self._next = self._next or self._order, None
         for number in missing:
@@ -144,7 +145,14 @@ class Reductions:
                 group.gradients.discard()
                 group.active = [False] * len(group.specs)
             raise
-        self._idle = {unit.number for unit in self.units if not unit.expected}
+        if (
+            self._frozen and self.comm.rank not in self._frozen
+        ):  # without data: its own requires_grad may be that of earlier batches
+            frozen = next(iter(self._frozen.values()))
+            told = {unit: {spec.number for group in unit.trainable for spec in group.specs} for unit in self.units}
+            self._idle = {unit.number for unit, numbers in told.items() if numbers <= frozen}
+        else:
+            self._idle = {unit.number for unit in self.units if not unit.expected}
 
     def agree(self) -> Agreed:
         """Return the units and parameters with gradients on any rank, and the units with late gradients (collective).

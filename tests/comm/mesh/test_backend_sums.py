@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import itertools
 import os
 
@@ -259,6 +260,51 @@ def test_two_models_keep_their_sums_apart():
         for one, other in zip(ordered, backend, strict=True):
             for name, value in one.items():
                 torch.testing.assert_close(other[name], value, rtol=NEAR, atol=NEAR)
+
+
+def _frozen_for_a_step(rank: int, world: int) -> list[dict]:
+    """Branch 1 is frozen in step 1; rank 1 does not use the last branch from then on, and so stops before the one that is thawed."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = []
+    for sums in ("ordered", "backend"):
+        model = seeded(Branches)
+        optimizer = _adamw(model.parameters())
+        zs.shard(model, optimizer, stage=1, comm="dist", sums=sums)
+        for step in range(4):
+            model.branches[1].requires_grad_(step != 1)
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x, (0, 1, 2) if rank == 0 or step == 0 else (0, 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(zs.full_state_dict(model))
+        zs.close(model)
+    return found
+
+
+def test_a_unit_that_was_frozen_for_a_step():
+    for ordered, backend in run_processes(_frozen_for_a_step, 2):
+        for name, value in ordered.items():
+            torch.testing.assert_close(backend[name], value, rtol=NEAR, atol=NEAR)
+
+
+def _dropped(rank: int, world: int) -> None:
+    """Process groups of models that nobody has closed end with the next one's start."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    counts = []
+    for _ in range(4):
+        model = seeded(MLP)
+        zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, shard_size=2, sums="backend", comm="dist")
+        model(*vector_batches(1, 1, world)[0][0][rank]).backward()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+        del model
+        gc.collect()
+    assert counts == counts[:1] * 4, counts
+
+
+def test_models_that_are_dropped_leave_no_process_groups():
+    run_processes(_dropped, 4)
 
 
 def _on_threads(rank: int) -> tuple:

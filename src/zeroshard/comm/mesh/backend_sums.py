@@ -9,12 +9,13 @@ of these. Which rank sent a value that is not finite is not known. gloo makes a 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..base import Collective, DirectComm, Hop, Region, Wrapper
+from ..base import Collective, Comm, DirectComm, Hop, Region, Wrapper
 from ..control import Sent
 from ..sums import exact_share
 
@@ -26,8 +27,12 @@ class BackendSums(Wrapper):
 
     def __init__(self, comm: DirectComm) -> None:
         super().__init__(comm)
-        self.in_order = True
         self._number = comm.open_sums()
+        weakref.finalize(self, comm.drop_sums, self._number).atexit = False  # of a model that nobody has closed
+
+    @property
+    def queue(self) -> Comm:  # type: ignore[override]
+        return self
 
     def release(self) -> None:
         self.comm.close_sums(self._number)

@@ -213,7 +213,7 @@ class HierarchicalComm(Wrapper):
             return work
 
         sent = self.volume("reduce", out.numel(), source.tensor.dtype)
-        return Hops(self.control, first, between, sent, label, self.outer.in_order)
+        return Hops(self.control, first, between, sent, label, self.outer.queue)
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Collective:
         raise NotImplementedError("collect() is not possible in two hops, of which the first sums: use reduce()")

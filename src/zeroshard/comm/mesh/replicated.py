@@ -81,4 +81,4 @@ class ReplicatedComm(Wrapper):
             pool.give(slot, work)
             return Collective()
 
-        return Hops(self.outer.control, first, across, self.volume("reduce", numel, sent), label, self.outer.in_order)
+        return Hops(self.outer.control, first, across, self.volume("reduce", numel, sent), label, self.outer.queue)

@@ -204,7 +204,7 @@ def open_topology(
         nodes = _hosts(comm)  # two hops help NCCL, too: it gathers in rings, but its all-to-all sends directly between all pairs
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
             notes.append("nodes have unequally many ranks: data is sent in one hop, to each rank by itself")
-    shards = summing(config, comm)
+    shards: Comm = comm
     gradients: Comm
     if groups is not None and len(groups) > 1:
         inner, outer = (summing(config, half) for half in _halves(comm, groups))
@@ -222,6 +222,7 @@ def open_topology(
         if (inside, across) != (inner, outer):
             gradients = HierarchicalComm(comm, inside, across, nodes, ledger, sums=torch.float32)
     else:
+        shards = summing(config, comm)
         gradients = packing.reductions(shards)
     gradients = packing.factors(gradients, comm)
     most = max(hop.peers for hop in shards.hops("reduce", 1, torch.float32))
