@@ -20,9 +20,9 @@ def test_a_calibrated_machine_gives_times_to_every_resource_of_a_rank(tmp_path):
     hardware = Hardware.load(tmp_path / "mine.toml")
     assert (hardware.name, hardware.devices_per_node, hardware.shared_cores, hardware.separate) == ("mine", 2, True, False)
     assert hardware.device.efficiency.flops == (2.0 * 8**3, 2.0 * 32**3)
-    assert hardware.links.keys() == set(Resource) - {Resource.DEVICE, Resource.HOST, Resource.BETWEEN}
+    assert hardware.links.keys() == set(Resource) - {Resource.DEVICE, Resource.HOST, Resource.BETWEEN, Resource.CONTROL}
     trace = Trace(node_size=2)
-    for resource in hardware.links:
+    for resource in (*hardware.links, Resource.CONTROL):  # whose messages take the links of the network
         trace.add(Task(f"use {resource.value}", "forward", {resource: 1e6}, peers=2))
     trace.add(Task("forward", "forward", {Resource.DEVICE: 1e6}, flops=1e9, kernels=10, products=3))
     trace.add(Task("host step", "step", {Resource.HOST: 1e6}, numel=10_000))
