@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import itertools
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -42,9 +43,7 @@ from .sums import piece_numel
 _WAITERS = 64  # most collectives for which threads wait at a time
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 MANY = 32  # with more ranks, a message of all is sent only where a reduction shows that they do not all say the same
-_TOLD = (
-    8  # most ranks that tell each other their numbers in a round of that reduction, where the number of ranks has such factors
-)
+_TOLD = 8  # most ranks that tell each other their numbers in a round of that reduction, if their number has such factors
 _WORDS, _MOST_NUMBERS = 5, 11  # numbers in that reduction: of a digest, and to be summed
 _PATIENCE_S = 10.0  # time for peers to send the failure that broke a connection
 _ASK_AGAIN_S = 0.1  # between two rounds of questions to the peers' desks
@@ -257,6 +256,7 @@ class DistComm(DirectComm):
         self._data: Any = make() if self.backend == "gloo" else group
         self._summing: dict[int, Any] = {}
         self._dropped: list[int] = []
+        self._numbers = itertools.count()  # never used again: a number may be dropped after it was closed
         if self.world_size > 1:
             self.desk = desk = ProcessDesk.among(self, on_this_host=False)
             self.nodes = desk.nodes()
@@ -362,17 +362,9 @@ class DistComm(DirectComm):
     def open_sums(self) -> int:
         while self._dropped:
             self.close_sums(self._dropped.pop())
-        if (
-            self.backend == "gloo"
-        ):  # of its own for each model: else ranks that use other units of one would mix up the next one's
+        number, group = next(self._numbers), self._data
+        if self.backend == "gloo":  # a group for each model: ranks that use other units of one would mix up the next one's sums
             group = torch_compat.group_of_members(self.ranks, self._timeout, "gloo")
-        else:
-            group = self._data
-        if self.ranks != sorted(self.ranks):
-            raise ConfigError(
-                f"sums='backend': the ranks of a group are {self.ranks}. Give a mesh of ascending ranks, or sums='ordered'."
-            )
-        number = self.new_serial()
         self._summing[number] = group
         return number
 

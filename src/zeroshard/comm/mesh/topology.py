@@ -160,6 +160,12 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
         )
     if not config.replicate_optimizer and nodes is None and config.shard_size is None:
         raise ConfigError("replicate_optimizer=False needs groups of ranks: shard_size=..., or a mesh of two axes.")
+    parts = [] if nodes is None else [*nodes, *map(list, zip(*nodes, strict=True))]
+    if config.sums == "backend" and any(part != sorted(part) for part in [*parts, comm.ranks]):
+        raise ConfigError(
+            f"sums='backend' adds up in ascending order of ranks, and the mesh has {nodes or comm.ranks}. Give a mesh of ascending "
+            "ranks, or sums='ordered'."
+        )
     if config.hierarchical and nodes is None and config.zero_hpz_partition_size == 1 and _hosts(comm) is None:
         raise ConfigError(
             "hierarchical=True: the ranks are on one host, or unequally many on some: say how many make a node, "
