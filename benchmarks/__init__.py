@@ -6,7 +6,7 @@
     race.py                           the interleaved rounds
     micro.py, cases.py                cases that take turns in one process: host work, host Adam, file engine
     state_formats.py, state_quality.py    optimizer states in fewer bits: bytes, time, losses; curves of losses
-    checkpoints.py, gpu.py            saving and loading; one GPU: speed on each tier, and the largest models
+    checkpoints.py, gpu.py            saving and loading; one GPU: the largest models
     statistics.py, tables.py          ratios within a round, losses, bounds; the form in which every section reports
     memory.py, overlap.py             resident memory, as the kernel counts it; copies beside kernels, by torch's profiler
     command.py, report.py, pictures.py    the command line; results.json, results.md; the pictures

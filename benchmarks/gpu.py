@@ -1,8 +1,7 @@
-"""Benchmarks on one GPU in bf16: speed with model states on each tier, and the largest model that each contender trains.
+"""The largest model that each contender trains on one GPU in bf16, and what gpu_day.py shares with that search.
 
-Two parts. The first is a race like that on the CPU (race.py), on a model that fits everywhere: step time, TFLOPS, peak
-device memory, overlap of copies and computation. The second looks for the number of layers at which a contender stops
-fitting: each trial is a process of its own that builds the model on the meta device, makes two steps and ends.
+Each trial of the search, for the number of layers at which a contender stops fitting, is a process of its own that builds the model
+on the meta device, makes two steps and ends.
 
 Floating-point operations of a step (PaLM, arXiv 2204.02311, appendix B, with only the computed half of causal attention):
 for each token 6 for each weight of a matrix, and 6 x layers x dim x seq for attention.
@@ -17,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 
@@ -26,8 +23,8 @@ from zeroshard.cli.sheets import say
 from zeroshard.memory.host_memory import available_nbytes
 from zeroshard.utils.sheets import PLAIN
 
-from .plan import Contender, ModelShape, Rounds, Workload
-from .race import Outcome, missing_reason, race, table
+from .plan import Contender, ModelShape, Workload
+from .race import missing_reason
 from .tables import Measured, Row
 from .worker import parameter_count
 from .worker_group import Team, TeamFailed
@@ -39,7 +36,6 @@ WIDE_SHAPE = ModelShape(vocab_size=32768, seq_len=1024, dim=2048, layers=1, head
 
 TIERS = tuple(Contender("zs", 3, "bf16", offload) for offload in ("", "opthost", "host", "disk", "infinity"))
 PEERS = (Contender("fsdp2", None, "bf16", "offload"), Contender("ds", 3, "bf16", "offload"))
-CONTENDERS = (Contender("local", None, "bf16"), Contender("fsdp2", None, "bf16"), *TIERS, *PEERS)
 
 # Bytes a parameter on device, host and disk, rounded up, by offload: for a search's first size, and its limit on the host.
 STATE_NBYTES = {
@@ -52,6 +48,7 @@ STATE_NBYTES = {
     "infinity": (0, 0, 18),
     "offload": (0, 20, 0),
 }
+HOST_SHARE = 0.9  # of the host's free memory that states may take: the kernel would kill a process, perhaps not ours
 USABLE = 0.8  # share of each memory that model states may fill in the first trial of a search
 
 
@@ -116,21 +113,11 @@ def first_layers(contender: Contender, room: tuple[int, int, int]) -> int:
     return max(1, int(min(limits)))
 
 
-def measure(rounds: Rounds, seed: int, swap_path: str | None, out: Path, search_s: float) -> list[Measured]:
-    """Run the race on one GPU, then search for the largest model of each contender that offloads or is zeroshard's.
-
-    Returns the tables of both. search_s: seconds for each search; 0: none.
-    """
+def measure(seed: int, swap_path: str | None, out: Path, search_s: float) -> list[Measured]:
+    """Search for the largest model of each contender that offloads or is zeroshard's; return the table. search_s: seconds for each."""
     device_nbytes = torch.cuda.mem_get_info()[1]
-    layers = min(SHAPE.layers, max(1, device_nbytes >> 31))  # states of sleeping contenders stay on the device
-    how: dict[str, Any] = {"ranks": 1, "seed": seed, "device": "cuda", "swap_path": swap_path}
-    workload = Workload(dataclasses.replace(SHAPE, layers=layers), sequences=4, **how)
-    rounds = dataclasses.replace(rounds, steps=max(rounds.steps, 10), lead_in=1)
-    found = [race_table(workload, race(list(CONTENDERS), workload, rounds, out / "logs-gpu"))]
-    if not search_s:
-        return found
-    say("GPU: the largest model of each")
-    wide, largest = Workload(WIDE_SHAPE, sequences=1, meta=True, checkpoint=True, **how), dict[str, Largest]()
+    wide = Workload(WIDE_SHAPE, sequences=1, ranks=1, seed=seed, device="cuda", swap_path=swap_path, meta=True, checkpoint=True)
+    largest = dict[str, Largest]()
     for contender in (*TIERS, *PEERS):
         if missing := missing_reason(contender, wide):
             largest[contender.label] = Largest(why=missing)
@@ -140,21 +127,15 @@ def measure(rounds: Rounds, seed: int, swap_path: str | None, out: Path, search_
         attempt = partial(trial, contender, wide, room[1], out / "logs-largest")
         largest[contender.label] = search(attempt, first_layers(contender, room), search_s)
         say(f"  {contender.name:18s} {describe(largest[contender.label])}")
-    return [*found, largest_table(largest)]
+    return [largest_table(largest)]
 
 
-def race_table(workload: Workload, outcomes: list[Outcome]) -> Measured:
-    """Return the table of the race, with arithmetic and the overlap of copies and kernels."""
-    found, flops = table("gpu", "GPU", workload, outcomes), step_flops(workload)
-    overlaps = {o.contender.label: o.overlap for o in outcomes if o.overlap is not None}
-    for row in found.rows:
-        row.facts["TFLOPS"] = round(flops / median(row.seconds) / 1e12, 1)
-        if overlap := overlaps.get(row.name):
-            shares = {"beside kernels %": overlap.fraction(), "up %": overlap.fraction("up"), "down %": overlap.fraction("down")}
-            row.facts["copies ms"] = round(sum(overlap.copies_ms.values()), 1)
-            row.facts |= {name: round(100 * share) for name, share in shares.items() if share is not None}
-    found.notes.append(("copies: between device and host in 2 steps; the share of their time during which a kernel ran.", PLAIN))
-    return found
+def short_of_memory(contender: Contender, workload: Workload, host_nbytes: int) -> str | None:
+    """Return why a host with so many free bytes cannot hold a contender's states; None if it can."""
+    needed = STATE_NBYTES[contender.offload][1] * parameter_count(workload)
+    if needed <= HOST_SHARE * host_nbytes:
+        return None
+    return f"{needed / 2**30:.0f} GiB of host memory needed, {host_nbytes / 2**30:.0f} available"
 
 
 def largest_table(largest: dict[str, Largest]) -> Measured:
@@ -170,9 +151,8 @@ def largest_table(largest: dict[str, Largest]) -> Measured:
 def trial(contender: Contender, workload: Workload, host_nbytes: int, log_dir: Path, layers: int) -> str | None:
     """Try so many layers in a process of its own; return None if they train, else the reason why not."""
     shape = dataclasses.replace(workload.shape, layers=layers)
-    needed = STATE_NBYTES[contender.offload][1] * parameter_count(Workload(shape))
-    if needed > 0.9 * host_nbytes:  # the kernel would kill a process, perhaps not ours
-        return f"{needed / 2**30:.0f} GiB of host memory needed, {host_nbytes / 2**30:.0f} available"
+    if why := short_of_memory(contender, Workload(shape), host_nbytes):
+        return why
     team = Team(contender, dataclasses.replace(workload, shape=shape), log_dir)
     try:
         team.wait_ready()

@@ -50,7 +50,7 @@ from zeroshard.zero.flat_buffer import ParameterBuffer
 
 from . import predictions
 from .contenders import OFFLOADS, plain_step
-from .gpu import PEERS, SHAPE, STATE_NBYTES, TIERS, step_flops
+from .gpu import HOST_SHARE, PEERS, SHAPE, STATE_NBYTES, TIERS, short_of_memory, step_flops
 from .micro import one_line
 from .plan import SOCKET_CONTENDERS, Contender, ModelShape, Rounds, Workload
 from .predictions import Case
@@ -65,12 +65,11 @@ BILLION = ModelShape(vocab_size=32768, seq_len=1024, dim=2048, layers=24, heads=
 EIGHT = ModelShape(vocab_size=32768, seq_len=1024, dim=4096, layers=39, heads=32)  # 8B
 STEPPING = (
     *(Contender("zs", stage, "bf16") for stage in (3, 2, 0)),
-    *(Contender(*each, "bf16") for each in (("ddp", None), ("fsdp2", None), ("ds", 3))),
+    *(Contender(*each, "bf16") for each in (("local", None), ("ddp", None), ("fsdp2", None), ("ds", 3))),
 )
 SUMMED = tuple(dataclasses.replace(each, precision="bf16") for each in SOCKET_CONTENDERS)  # of several ranks
 TUNING = (Contender("zs", 3, "bf16", "host8"), Contender("zs", 3, "bf16", "host"), *PEERS)
 DEVICE_LIMIT_NBYTES, BEGAN = 24 << 30, time.perf_counter()
-HOST_SHARE = 0.9  # of the host's free memory that states may take: the kernel would kill a process, perhaps not ours
 
 SHARED: dict[str, Any] = {"stage": 3, "map_shared": False}  # of stage 3; ranks on a CPU would release no memory of their own
 EQUAL: dict[str, dict[str, Any]] = {
@@ -336,16 +335,10 @@ def finetune(part: Part) -> None:
     have = available_nbytes() or 0
     part.facts = {"device_limit_nbytes": DEVICE_LIMIT_NBYTES, "host_nbytes": have}
     _alone(part, TUNING, workload, rounds)
-    if any(_short_of_memory(each, workload) for each in TUNING):
+    if any(short_of_memory(each, workload, have) for each in TUNING):
         most = HOST_SHARE * have / max(STATE_NBYTES[each.offload][1] for each in TUNING) / parameter_count(workload)
         layers = max(1, int(workload.shape.layers * min(most, 1 / 3)))  # time is short, too
         _alone(part, TUNING, dataclasses.replace(workload, shape=dataclasses.replace(workload.shape, layers=layers)), rounds)
-
-
-def _short_of_memory(contender: Contender, workload: Workload) -> str | None:
-    """Return why the host cannot hold a contender's states; None if it can."""
-    needed, have = STATE_NBYTES[contender.offload][1] * parameter_count(workload), available_nbytes() or 0
-    return None if needed <= HOST_SHARE * have else f"{needed >> 30} GiB of host memory needed, {have >> 30} available"
 
 
 def _alone(part: Part, contenders: Iterable[Contender], workload: Workload, rounds: Rounds) -> None:
@@ -353,7 +346,7 @@ def _alone(part: Part, contenders: Iterable[Contender], workload: Workload, roun
     ran: list[Outcome] = []
     rows: dict[str, dict[str, Any]] = {}
     for contender in contenders:
-        if why := _short_of_memory(contender, workload):
+        if why := short_of_memory(contender, workload, available_nbytes() or 0):
             part.add(contender.name, f"skipped: {why}", parameters=parameter_count(workload))
             continue
         ran += race([contender], workload, rounds, part.out / "logs" / part.name)

@@ -32,7 +32,7 @@ SECTIONS = {  # in the order in which they are run
     "checkpoints": "saving and loading beside DCP with FSDP2 and DeepSpeed",
     "parallel": "8 ranks over a mesh (pp 2, dp 2, tp 2) beside FSDP2 with the same stages and styles",
     "sequences": "1,024 to 65,536 tokens over 4 and 8 ranks beside ZeRO-3 without sp and DeepSpeed's Ulysses",
-    "gpu": "one GPU: each tier, and the largest models",
+    "gpu": "one GPU: the largest models",
 }
 
 

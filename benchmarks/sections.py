@@ -74,4 +74,4 @@ def measure(section: str, given: argparse.Namespace, workload: Workload, rounds:
         return checkpoints.run(str(path), out / "logs-checkpoints")
     if not torch.cuda.is_available():
         raise Unmeasured("no CUDA device")
-    return gpu.measure(rounds, workload.seed, path, out, 0.0 if given.quick else given.largest_seconds)
+    return gpu.measure(workload.seed, path, out, given.largest_seconds)

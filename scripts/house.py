@@ -215,7 +215,7 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 65_700,
+    "lines of src/zeroshard and benchmarks": 65_600,
     "files to own for engine (zero.unit)": 75,
     "lines of these, zero.unit": 15_000,
     "files to own for engine and optimizer (optim.sharded_optimizer)": 109,
