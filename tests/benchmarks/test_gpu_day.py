@@ -94,9 +94,8 @@ def test_a_part_says_why_it_did_not_run(tmp_path, monkeypatch):
 
 
 def test_a_contender_without_memory_or_with_other_losses_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_day, "available_nbytes", lambda: 1 << 30)
     workload = gpu_day.Workload(gpu_day.EIGHT)
-    assert gpu_day._short_of_memory(TUNING[0], workload) == "83 GiB of host memory needed, 1 available"
+    assert gpu_day.short_of_memory(TUNING[0], workload, 1 << 30) == "83 GiB of host memory needed, 1 available"
 
     def compares(part: Part) -> None:
         part.add("zs3", same=False)
