@@ -13,6 +13,7 @@ desks answer (`judge`).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -370,8 +371,9 @@ class DistComm(DirectComm):
 
     def close_sums(self, number: int) -> None:
         group = self._summing.pop(number, None)
-        if group is not None and self.backend == "gloo":
-            dist.destroy_process_group(group)
+        if group is not None and self.backend == "gloo" and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # the program has destroyed all groups, and perhaps started others
+                dist.destroy_process_group(group)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, then: Callable[[], None], number: int, label: str) -> Collective:
         start = functools.partial(torch_compat.reduce_scatter_single, out, whole)

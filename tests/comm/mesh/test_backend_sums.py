@@ -301,6 +301,10 @@ def _dropped(rank: int, world: int) -> None:
         del model
         gc.collect()
     assert counts == counts[:1] * 4, counts
+    model = seeded(MLP)
+    zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, sums="backend", comm="dist")
+    dist.destroy_process_group()
+    zs.close(model, restore=False)  # as with sums in rank order
 
 
 def test_models_that_are_dropped_leave_no_process_groups():
