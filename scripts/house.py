@@ -26,7 +26,7 @@ SATELLITES = (
     "planner", "checkpoint", "parallel", "activations", "data", "integrations.deepspeed", "integrations.lightning", "cli", "benchmarks",
 )  # fmt: skip
 # names that everyone may import: errors, options, and what a package shows of itself
-PUBLIC = ("errors", "config", "public", "__init__", "testing", "io")
+PUBLIC = ("errors", "config", "public", "__init__", "testing", "io", "seam")
 # the names by which the code knows objects of the engine; a field that is read of one in a satellite is a place
 OBJECTS = frozenset(
     "runtime core unit group topology tiers spec home masters gate schedule attendance values gradients reductions".split()
