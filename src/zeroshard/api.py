@@ -50,6 +50,7 @@ from .zero.runtime import Runtime, runtime_of
 from .zero.shard_model import build_units, open_tiers
 from .zero.shared_storage import check_sharing
 from .zero.unit import Phase
+from .zero.verbs import begin
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -292,9 +293,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
 def whole_state(model: nn.Module, masters: bool = False) -> dict[str, Tensor]:
     """Return what `full_state_dict` does, under the names of `model.state_dict()` (collective)."""
     runtime = runtime_of(model)
-    runtime.attendance.call("zs.full_state_dict()")
-    runtime.moved.check("parameters", *(["masters"] if masters else []))
-    runtime.tiers.check()
+    begin(runtime, "zs.full_state_dict", *["masters"] * masters)
     whole: dict[int, Tensor] = {}
     for unit in runtime.units:
         unit.land()
@@ -316,7 +315,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     Keys are the names in `model.named_parameters()`; None stands for a parameter without a gradient.
     """
     runtime = runtime_of(model)
-    runtime.attendance.call("zs.full_gradients()")
+    begin(runtime, "zs.full_gradients")
     runtime.flush()
     result, named = dict[str, Tensor | None](), _names_of_parameters(model)
     for group in runtime.groups:
@@ -377,7 +376,7 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
 def _whole_optimizer_states(model: nn.Module, verb: str) -> Iterator[tuple[ParamSpec, nn.Parameter, dict[str, Any]]]:
     """Yield each trained parameter with its whole optimizer states (collective)."""
     runtime = runtime_of(model)
-    runtime.attendance.call(f"{verb}()")
+    begin(runtime, verb)
     states = state_by_param(_core(runtime))
     for group, index, spec in ((g, i, s) for g in runtime.groups if g.trainable for i, s in enumerate(g.specs)):
         found = whole_states(group, index, states.get(group.params[index], {}))

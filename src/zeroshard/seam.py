@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .zero import verbs
 from .zero.runtime import Runtime, runtime_of
 
 
@@ -20,6 +21,10 @@ class Engine:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+
+    def begin(self, verb: str, *also: str, note: bool = True) -> None:
+        """Raise unless the model is as a public function needs it: `verb` names a row of `zero.verbs.VERBS` (see its `begin`)."""
+        verbs.begin(self._runtime, verb, *also, note=note)
 
 
 def engine_of(model: nn.Module) -> Engine:

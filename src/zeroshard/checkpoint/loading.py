@@ -29,9 +29,9 @@ from ..offload.storage import Rest
 from ..optim import state_loading
 from ..optim.state_loading import SavedState
 from ..utils.host import ranks_here
-from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
+from ..zero.verbs import begin
 from . import directory, module_state, safetensors
 from . import state_map as holding
 from .bulk_reader import Bulk, Reading
@@ -146,7 +146,7 @@ def _agree(
     core, mine, problem = None, dict[str, object](), None
     try:
         core = core_of(runtime, optimizer, "zs.load")
-        check_idle(runtime, "zs.load")
+        begin(runtime, "zs.load")
         runtime.check_model()
         check_named(extra, "zs.load")
         if verify not in (True, False, "before"):

@@ -40,6 +40,7 @@ from ..zero.rank_consistency import distinct
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.shard_model import write_value
 from ..zero.unit import ParamGroup
+from ..zero.verbs import begin
 from .directory import sync
 from .file_writer import Elements, Range, write_ranges
 from .heartbeat import raise_first, telling
@@ -223,7 +224,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
         CheckpointError: on every rank, if anything else ended the writing on one (no memory, no thread). Nothing is kept.
     """
     runtime = runtime_of(model)
-    runtime.attendance.call("zs.save_safetensors()")
+    begin(runtime, "zs.save_safetensors")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"zs.save_safetensors: dtype: expected one of floating-point numbers, or None, got {dtype}.")
     comm, target = runtime.topology.world, Path(path)

@@ -25,8 +25,8 @@ from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointError, ConfigError, ModelMismatch
 from ..optim.sharded_optimizer import OptimizerCore
-from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
+from ..zero.verbs import begin
 from . import directory
 from .heartbeat import raise_first, telling, together
 from .stages import Stages, agree
@@ -93,10 +93,8 @@ def save(
         ModelMismatch: ranks wrote different values into one parameter.
         ConfigError: ranks passed different arguments, a value can not be saved, or `path` is not one folder for all ranks.
     """
-    begin, runtime = time.monotonic(), runtime_of(model)
-    check_idle(runtime, "zs.save")
-    if runtime.unusable:  # a load failed half-way: the model is a mixture of two states
-        raise CheckpointError(runtime.unusable)
+    started, runtime = time.monotonic(), runtime_of(model)
+    begin(runtime, "zs.save")
     saver, plan, core, extras, slices, problem = saver_of(runtime), None, None, {}, {}, None
     try:
         runtime.check_model()
@@ -110,12 +108,12 @@ def save(
     stages, told = agree(runtime, core, "zs.save", {} if plan is None else vars(plan), problem, digests)
     assert plan is not None
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
-    return _write(saver, plan, stages, extras, alike(runtime.topology.world, extras, told), slices, files or {}, begin)
+    return _write(saver, plan, stages, extras, alike(runtime.topology.world, extras, told), slices, files or {}, started)
 
 
 def _write(
     saver: Saver, plan: Plan, stages: Stages, extras: dict[str, Extra], shared: set[str], slices: dict[str, Slices],
-    files: dict[str, bytes], begin: float,
+    files: dict[str, bytes], started: float,
 ) -> Save:  # fmt: skip
     """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective).
 
@@ -143,7 +141,7 @@ def _write(
     draft = _make_draft(world, plan)
     try:
         contents = {name: each.content for name, each in extras.items()}
-        return Writing(saver, plan, draft, stages, contents, slices, shared, files, begin).run()
+        return Writing(saver, plan, draft, stages, contents, slices, shared, files, started).run()
     except BaseException:
         if isinstance(draft, directory.Draft):
             draft.discard()

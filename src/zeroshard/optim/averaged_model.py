@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ..config import Tier
-from ..errors import ConfigError, ModelClosed, ZeroshardError
+from ..errors import ConfigError, ZeroshardError
 from ..memory.ledger import AVERAGES
 from ..offload.storage import Rest
 from ..utils.module_names import own_state
-from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.tensor_stream import full_tensors, put_full_tensors
 from ..zero.unit import ParamGroup
+from ..zero.verbs import begin
 
 _CHUNK_NUMEL = 4 << 20  # elements copied at a time if source or target is offloaded
 
@@ -59,8 +59,7 @@ class AveragedModel:
 
     def __init__(self, runtime: Runtime, decay: float) -> None:
         """`ema` calls this; it documents and checks the arguments."""
-        runtime.attendance.refuse("zs.ema")
-        runtime.moved.check()  # raises StatesAway while zs.offload_states has moved states
+        begin(runtime, "zs.ema", note=False)
         self.model, self.runtime, self.decay, self.updates = runtime.model, runtime, decay, 0
         self._shards: list[tuple[ParamGroup, Rest]] = []
         for group in (group for group in runtime.groups if group.trainable):
@@ -102,7 +101,7 @@ class AveragedModel:
         """
         if model is not None and runtime_of(model) is not self.runtime:
             raise ConfigError("AveragedModel.swapped: expected the model that was given to zs.ema, got another one.")
-        self._check("AveragedModel.swapped")
+        begin(self.runtime, "AveragedModel.swapped")
         self.runtime.gate.wait()
         self._exchange(self._lend)
         self.runtime.moved.lent = "AveragedModel.swapped()"
@@ -151,7 +150,7 @@ class AveragedModel:
 
         Frozen parameters and buffers have the model's values.
         """
-        self._check("AveragedModel.full_state_dict")
+        begin(self.runtime, "AveragedModel.full_state_dict")
         kept = {id(group): rest for group, rest in self._shards}
         return full_tensors(self.model, lambda group: kept.get(id(group), group.values.rest))
 
@@ -166,7 +165,7 @@ class AveragedModel:
         Raises:
             ConfigError: an average is missing, or has another shape; nothing was changed.
         """
-        self._check("AveragedModel.load_state_dict")
+        begin(self.runtime, "AveragedModel.load_state_dict")
         given = dict(state_dict)
         if given.keys().isdisjoint(own_state(self.model)):  # a model may have a submodule of this name
             consume_prefix_in_state_dict_if_present(given, "module.")
@@ -180,11 +179,6 @@ class AveragedModel:
         follow = self.runtime.optimizer.core.after_step
         if self._follow in follow:
             follow.remove(self._follow)
-
-    def _check(self, verb: str) -> None:
-        if self.runtime.closed:
-            raise ModelClosed(f"{verb}: the model was closed with zs.close(), and its averages with it.")
-        check_idle(self.runtime, verb)
 
     # -- in checkpoints: see checkpoint/user_state.py ----------------------------------------------------------
 

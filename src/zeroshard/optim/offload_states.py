@@ -22,9 +22,9 @@ from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..offload.moved_states import PARTS, Memory
 from ..offload.storage import CodedRest, MemoryRest, Rest
 from ..utils import torch_compat
-from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.shard_model import check_disk
+from ..zero.verbs import begin
 from .segments import state_tensors
 
 BUFFERS = "buffers"
@@ -64,7 +64,7 @@ def offload_states(
         OffloadIOError: the disk failed. The model cannot be used any more.
     """
     runtime = runtime_of(model)
-    check_idle(runtime, "zs.offload_states", also_moved=True)
+    begin(runtime, "zs.offload_states")
     parts, offload = _agree(runtime, include, device, pin_memory)
     parts = [part for part in parts if part not in runtime.moved]  # an earlier call has moved the others
     if not runtime.moved.any:  # `wait` would raise StatesAway; an earlier call has waited, and no state was written since
@@ -99,8 +99,7 @@ def offload_states(
 def reload_states(model: nn.Module) -> None:
     """Move the states back that `zs.offload_states` has moved, bit for bit (collective). Do nothing if there are none."""
     runtime = runtime_of(model)
-    runtime.attendance.call("zs.reload_states()")
-    runtime.tiers.check()
+    begin(runtime, "zs.reload_states")
     if not runtime.moved.any:
         return
     runtime.comm.fence_write()

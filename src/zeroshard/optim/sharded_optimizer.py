@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..comm.codec import exchange_values
 from ..config import Placement, Tier
-from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessError, ZeroshardError
+from ..errors import ConfigError, NonFiniteError, ShardedAccessError, ZeroshardError
 from ..memory.ledger import OPTIMIZER, claimed
 from ..utils.torch_compat import OWN_UNSCALING
 from ..zero.flat_buffer import square_sum
@@ -32,6 +32,7 @@ from ..zero.out_of_memory import telling
 from ..zero.parameter import ParamHome
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
+from ..zero.verbs import begin
 from .cpu_kernels import matches
 from .inner_optimizer import Options, fresh, inner_copy, step_on_device
 from .lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
@@ -211,10 +212,7 @@ class OptimizerCore:
     def step(self) -> StepRecord:
         """Take one step (collective). If no rank has a gradient, step nothing and return a record with skipped=True."""
         runtime = self.runtime
-        if runtime.closed:
-            raise ModelClosed("optimizer.step() after zs.close(model): make a new optimizer of its parameters.")
-        runtime.moved.check()
-        runtime.tiers.check()
+        begin(runtime, "optimizer.step")
         for unit in runtime.units:
             unit.check_unchanged()
             if unit.pinned:

@@ -14,6 +14,7 @@ from . import hooks
 from .runtime import Runtime, runtime_of
 from .unit import ParamGroup
 from .user_hooks import give_back
+from .verbs import begin
 
 
 def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
@@ -29,8 +30,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     After the failure of a disk or a peer, parameters can not be gathered: close removes the files and raises the error again.
     """
     runtime = runtime_of(model)
-    runtime.attendance.call("zs.close()")
-    runtime.recover()
+    begin(runtime, "zs.close")
     try:
         runtime.tiers.check()
         runtime.moved.check()

@@ -30,6 +30,7 @@ from .parameter import ParamHome
 from .rank_consistency import host_bytes
 from .shard_model import write_value
 from .unit import Unit
+from .verbs import begin
 
 _BROADCAST_NBYTES = 1 << 26  # bytes of one rank's values in one exchange
 
@@ -113,8 +114,7 @@ class Gathering:
                 raise ConfigError(f"modifier_rank: expected None or a rank from 0 to {world_size - 1}, got {modifier_rank!r}.")
         runtimes = [home.group.runtime for home in homes if isinstance(home, ParamHome)]
         for runtime in {id(runtime): runtime for runtime in runtimes}.values():
-            runtime.attendance.call("zs.gathered()")
-            runtime.recover()
+            begin(runtime, "zs.gathered")
             if self._writes and runtime.in_forward:
                 raise ZeroshardError("zs.gathered inside a forward or a backward of the model: write before it, or after it.")
 

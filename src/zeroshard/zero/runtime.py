@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..comm.mesh.topology import Topology
 from ..config import Config
-from ..errors import CheckpointError, ModelClosed, ShardedAccessError, ZeroshardError
+from ..errors import ModelClosed, ShardedAccessError, ZeroshardError
 from ..offload.moved_states import MovedStates
 from ..offload.storage import Tiers
 from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
@@ -42,6 +42,7 @@ from .prefetch import Prefetcher
 from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
 from .unit import ModelForward, ParamGroup, Phase, Unit, UnitForward
+from .verbs import begin
 from .write_gate import WriteGate
 
 
@@ -131,13 +132,7 @@ class Runtime:
 
     def root_enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Begin a forward of the model: clear the state of a failed backward, check the model, return its inputs, cast."""
-        if self.closed:
-            raise ModelClosed("this model was closed with zs.close(); zs.shard() it again to train it sharded.")
-        if self.unusable:
-            raise CheckpointError(self.unusable)
-        self.moved.check("parameters")
-        self.tiers.check()
-        self.recover()
+        begin(self, "model.forward")
         if not self.in_backward:  # else a backward recomputes this forward
             self.attendance.unasked = True  # some rank's data may have ended since the last forward
             self.training = torch.is_grad_enabled()

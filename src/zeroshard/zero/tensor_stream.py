@@ -27,6 +27,7 @@ from ..utils.module_names import own_name, own_state
 from .chunked_gather import ChunkedGather
 from .runtime import Runtime, runtime_of
 from .unit import ParamGroup
+from .verbs import begin
 
 _CHUNK_NBYTES = 8 << 20  # largest staging buffer of one rank
 _STAGING = 8  # all staging buffers together take at most 1/8 of the budget
@@ -89,8 +90,7 @@ def stream_full_tensors(
         raise ConfigError(f"zs.stream_full_tensors: max_nbytes: expected an integer of at least 1, got {max_nbytes!r}.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"zs.stream_full_tensors: dtype: expected a floating-point torch.dtype or None, got {dtype!r}.")
-    runtime.attendance.call("zs.stream_full_tensors()")
-    _check(runtime, masters)
+    begin(runtime, "zs.stream_full_tensors", *["masters"] * masters)
 
     def source(group: ParamGroup) -> Rest:
         return group.masters.stepped if masters else group.values.rest
@@ -143,13 +143,6 @@ def put_full_tensors(
             rest.store(piece.shard_offset, whole.reshape(-1)[piece.start : piece.stop].to(rest.dtype))
 
 
-def _check(runtime: Runtime, masters: bool) -> None:
-    runtime.attendance.refuse("zs.stream_full_tensors")
-    runtime.moved.check("parameters", *(["masters"] if masters else []))
-    runtime.tiers.check()
-    runtime.recover()
-
-
 def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[_Item]:
     """Return all tensors of the state dict, parameters in the order of units and then buffers."""
     state = own_state(runtime.model)  # names by object, since hooks may rename them
@@ -200,7 +193,7 @@ class _Stream:
         ledger = self.runtime.tiers.ledger
         try:
             for batch in self._batches(items):
-                _check(self.runtime, self.masters)
+                begin(self.runtime, "zs.stream_full_tensors", *["masters"] * self.masters, note=False)
                 nbytes = sum(item.nbytes for item in batch)
                 ledger.enter(GATHERED, nbytes)
                 try:
