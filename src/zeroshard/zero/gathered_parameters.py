@@ -329,7 +329,7 @@ def _from_rank(comm: DirectComm, rank: int, whole: _Whole, told: tuple[list[int]
     given = host_bytes(whole.copy) if comm.rank == rank else b""
     content = host_bytes(value)
     label = f"what rank {rank} wrote into {whole.home.name}"
-    for begin in range(0, value.nbytes, _BROADCAST_NBYTES):
-        part = comm.exchange(bytes(given[begin : begin + _BROADCAST_NBYTES]), label)[rank]
-        content[begin : begin + len(part)] = part
+    for start in range(0, value.nbytes, _BROADCAST_NBYTES):
+        part = comm.exchange(bytes(given[start : start + _BROADCAST_NBYTES]), label)[rank]
+        content[start : start + len(part)] = part
     return value
