@@ -6,7 +6,9 @@ engine = engine_of(model)
 from __future__ import annotations
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from .memory.ledger import Observer as Observer
 from .zero import verbs
 from .zero.runtime import Runtime, runtime_of
 
@@ -25,6 +27,18 @@ class Engine:
     def begin(self, verb: str, *also: str, note: bool = True) -> None:
         """Raise unless the model is as a public function needs it: `verb` names a row of `zero.verbs.VERBS` (see its `begin`)."""
         verbs.begin(self._runtime, verb, *also, note=note)
+
+    def observe(self, observer: Observer) -> RemovableHandle:
+        """Tell an observer of each allocation, collective and copy of this rank from now on, until `remove()` of the handle.
+
+        class Gathers(Observer):
+            def sent(self, kind, label, inside, between):
+                if kind.startswith("gather"):
+                    print(label, inside + between)
+
+        handle = engine_of(model).observe(Gathers())
+        """
+        return self._runtime.tiers.ledger.observe(observer)
 
 
 def engine_of(model: nn.Module) -> Engine:

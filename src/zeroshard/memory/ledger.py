@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..config import Tier
 from ..utils.axes import DP, EP, SP
@@ -72,6 +72,27 @@ class Traffic:
     units: dict[str, int] = field(default_factory=dict)
 
 
+class Observer:
+    """What hears of each change of a ledger at the moment when it is counted; a subclass overrides the methods that it needs.
+
+    They are called on the thread that counts: the rank's own, autograd's, or that of a delayed update, one after the other. They
+    must return soon, and must not use the model.
+    """
+
+    def allocated(self, category: str, nbytes: int, tier: Tier) -> None:
+        """Hear that `nbytes` more are held in a category, such as GATHERED."""
+
+    def freed(self, category: str, nbytes: int, tier: Tier) -> None:
+        """Hear that `nbytes` less are held."""
+
+    def sent(self, kind: str, label: str, inside: int, between: int) -> None:
+        """Hear of a collective ("gather", "reduce", ...), for which this rank sends so many bytes: inside its node, and to other
+        nodes. label: the collective with the name of the unit, as in messages about stalls."""
+
+    def moved(self, source: Tier, target: Tier, nbytes: int) -> None:
+        """Hear that bytes are copied from one tier to another."""
+
+
 class Ledger:
     """Bytes by category (`now`, `peak`: on the device; `elsewhere`: by tier) and traffic by kind of collective and by link.
 
@@ -89,11 +110,17 @@ class Ledger:
         self.elsewhere_peak: dict[Tier, int] = {Tier.HOST: 0, Tier.DISK: 0}
         self.moved: dict[tuple[Tier, Tier], int] = defaultdict(int)
         self.ahead: dict[tuple[Tier, Tier], int] = defaultdict(int)
-        self.changed: Callable[[], None] | None = None  # called after each `enter`
+        self._observers: OrderedDict[int, Observer] = OrderedDict()  # a RemovableHandle refers to it weakly
         self._lock = threading.Lock()
         found = listener.get()
         if found is not None:
             found.watch(self)
+
+    def observe(self, observer: Observer) -> RemovableHandle:
+        """Tell an observer of each change from now on, until `remove()` of the handle that this returns."""
+        handle = RemovableHandle(self._observers)
+        self._observers[handle.id] = observer
+        return handle
 
     def enter(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` more in a category."""
@@ -106,8 +133,8 @@ class Ledger:
                 held = self.elsewhere[tier]
                 held[category] += nbytes
                 self.elsewhere_peak[tier] = max(self.elsewhere_peak[tier], sum(held.values()))
-        if self.changed is not None:
-            self.changed()
+        for observer in tuple(self._observers.values()):
+            observer.allocated(category, nbytes, tier)
 
     def strike(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` less; the inverse of `enter`."""
@@ -115,12 +142,16 @@ class Ledger:
         with self._lock:
             held[category] -= nbytes
         assert held[category] >= 0, f"ledger: {category} fell below zero"
+        for observer in tuple(self._observers.values()):
+            observer.freed(category, nbytes, tier)
 
     def move(self, source: Tier, target: Tier, nbytes: int) -> None:
         """Count bytes moved over a link."""
         if source is not target:
             with self._lock:
                 self.moved[source, target] += nbytes
+            for observer in tuple(self._observers.values()):
+                observer.moved(source, target, nbytes)
 
     def read_ahead(self, source: Tier, target: Tier, nbytes: int) -> None:
         """Count bytes, already in `moved`, as read ahead for a later step; negative: they are now used, or dropped."""
@@ -146,3 +177,5 @@ class Ledger:
         entry.count += 1
         entry.nbytes += sum(nbytes)
         entry.between += nbytes[1]
+        for observer in tuple(self._observers.values()):
+            observer.sent(kind, unit, *nbytes)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..config import Tier
 from ..memory.host_memory import KEEP_NBYTES, MMAP_NBYTES
-from ..memory.ledger import Ledger, listener
+from ..memory.ledger import Ledger, Observer, listener
 from ..utils import torch_compat
 from .plan import ACTIVATIONS, Held
 
 _ROUNDED = 512  # bytes: blocks of torch's caching allocators
 
 
-class Meter:
+class Meter(Observer):
     """The memory of one imagined rank. phase: one of `plan.PHASES`, set by the recorder. optimizing: backward is over.
 
     fullest: bytes by category at the fullest moment of each phase, by (phase, tier). looking: whether new storages count.
@@ -76,8 +76,11 @@ class Meter:
 
     def watch(self, ledger: Ledger) -> None:
         """Count the entries of a ledger from now on."""
-        ledger.changed = self.sample
+        ledger.observe(self)
         self.ledgers.append(ledger)
+        self.sample()
+
+    def allocated(self, category: str, nbytes: int, tier: Tier) -> None:
         self.sample()
 
     def born(self, storage: torch.UntypedStorage) -> None:
