@@ -100,6 +100,11 @@ class Group:
     imagined: bool = False  # the peers do not exist (planning)
     streams: Streams = Streams()
 
+    @property
+    def alone(self) -> bool:
+        """True if no other rank exists that could differ from this one: in a world of one, or if the peers are imagined."""
+        return self.world_size == 1 or self.imagined
+
     def sent(self, nbytes: int) -> Sent:
         """Return the bytes that this rank sends if each of its peers gets `nbytes`."""
         nodes = self.nodes

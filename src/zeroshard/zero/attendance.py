@@ -38,7 +38,7 @@ class Attendance:
 
     def __init__(self, comm: DirectComm, units: list[Unit], account: GradientAccount) -> None:
         self.comm, self.account = comm, account
-        self.together = comm.world_size > 1 and not comm.imagined
+        self.together = not comm.alone
         self.gathers = any(unit.sharded for unit in units)
         self.gathers_meet = self.together and self.gathers and any(unit.meets or unit.staged for unit in units)
         self.joined = self.serving = False

@@ -78,7 +78,7 @@ class BirthHome(Home):
 
     @property
     def traced(self) -> bool:
-        return self.comm.world_size > 1 and not self.comm.imagined
+        return not self.comm.alone
 
     @property
     def trace(self) -> int:
@@ -331,7 +331,7 @@ def init(
 @contextlib.contextmanager
 def _generators_of_rank_0(comm: Comm) -> Iterator[None]:
     """Give torch's generators of all ranks rank 0's states; the end restores those of the other ranks (collective)."""
-    if comm.world_size == 1 or comm.imagined:
+    if comm.alone:
         yield
         return
     generators = [torch.default_generator]

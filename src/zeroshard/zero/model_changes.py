@@ -144,9 +144,8 @@ class ValueWatch:
 
     def __init__(self, comm: DirectComm, groups: list[ParamGroup]) -> None:
         self.comm = comm
-        alone = comm.world_size == 1 or comm.imagined
         # of experts data-parallel ranks hold different ones
-        self._groups = [group for group in groups if not (alone or group.topology.cut)]
+        self._groups = [group for group in groups if not (comm.alone or group.topology.cut)]
         self._written: list[tuple[ParamGroup, int]] = []
 
     def watches(self, group: ParamGroup) -> bool:

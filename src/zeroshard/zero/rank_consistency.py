@@ -34,7 +34,7 @@ def check_same_model(
 
     mesh: `Axes.layout`.
     """
-    if comm.world_size > 1 and not comm.imagined:
+    if not comm.alone:
         check_alike(comm, _described(model, specs, config, optimizer, mesh))
 
 
@@ -124,7 +124,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
 
 def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]], label: str = "zs.shard: compare values") -> list[str]:
     """Copy rank 0's values to ranks whose values differ (collective); return the names that differed. tensors: whole ones."""
-    if comm.world_size == 1 or comm.imagined:
+    if comm.alone:
         return []
     sums = struct.Struct(f"<{len(tensors)}I")
     _, told = comm.control.compare(sums.pack(*(checksum(tensor) for _, tensor in tensors)), label)
