@@ -181,15 +181,15 @@ class PipelineModule(nn.Module):
 
     def _ties(self) -> Iterator[dict[int, str]]:
         """Yield, for each parameter that this stage shares with others, its name in each of these stages."""
-        specs = [(number, spec) for number, spec in enumerate(self._layer_specs) if isinstance(spec, TiedLayerSpec)]
-        for key in sorted({spec.key for _, spec in specs}):
-            alike = [(number, spec) for number, spec in specs if spec.key == key]
+        ties = [(number, tie) for number, tie in enumerate(self._layer_specs) if isinstance(tie, TiedLayerSpec)]
+        for key in sorted({tie.key for _, tie in ties}):
+            alike = [(number, tie) for number, tie in ties if tie.key == key]
             stages = sorted({self.stage_owner(number) for number, _ in alike})
             if self.stage_id not in stages or len(stages) == 1:
                 continue
             module = self.tied_modules[key]
-            names = sorted({name for _, spec in alike for name in spec.tied_weight_attr})
-            if len({spec.typename for _, spec in alike}) == 1:
+            names = sorted({name for _, tie in alike for name in tie.tied_weight_attr})
+            if len({tie.typename for _, tie in alike}) == 1:
                 names = [name for name, _ in module.named_parameters()]
             for name in names:
                 owner, _, attribute = name.rpartition(".")

@@ -79,7 +79,7 @@ class SequenceGroups:
 
 
 def _world() -> object:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 _here = threading.local()  # .groups: the latest, for which deepspeed.utils.groups asks; ranks may be threads

@@ -398,9 +398,9 @@ DeepSpeedEngine.deepspeed_io = deepspeed_io  # type: ignore[attr-defined]
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add --deepspeed and --deepspeed_config, as scripts for DeepSpeed expect them."""
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for user code; no effect here)")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")
-    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
-    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    ours = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    ours.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for user code; no effect here)")
+    ours.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")
+    ours.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    ours.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser

@@ -88,19 +88,20 @@ class PipelineParallelGrid:
     """This rank's place in a topology of all ranks, with the interface of an mpu. mesh: the DeviceMesh of the same axes."""
 
     def __init__(self, topology: ProcessTopology) -> None:
-        axes = dict(zip(topology.axes, topology.dims, strict=True))
+        self._topo = topology
+        axes = dict(zip(self._topo.axes, self._topo.dims, strict=True))
         if set(axes) - set(_AXES) or axes.get("model", 1) > 1 or not {"pipe", "data"} <= set(axes):
             raise DeepSpeedConfigError(
                 f"topology: expected the axes pipe and data, got {axes}: ranks that share a layer (model) are not served beside a "
                 'PipelineModule. Use num_stages=, or zs.parallelize with a mesh ("pp", "dp", "tp").'
             )
-        self._topo, self.world_size, self.global_rank = topology, communication.get_world_size(), communication.get_rank()
-        if math.prod(topology.dims) != self.world_size:
-            raise RuntimeError(f"topology: {axes} has {math.prod(topology.dims)} ranks, and there are {self.world_size}")
+        self.world_size, self.global_rank = communication.get_world_size(), communication.get_rank()
+        if math.prod(axes.values()) != self.world_size:
+            raise RuntimeError(f"topology: {axes} has {math.prod(axes.values())} ranks, and there are {self.world_size}")
         self.mesh = mesh_of({_AXES[axis]: size for axis, size in axes.items()})
         communication.barrier()  # a rank that refuses its layers, and ends, may have the store by which others make their groups
         self.pipe_parallel_size, self.data_parallel_size, self.model_parallel_size = axes["pipe"], axes["data"], 1
-        here = topology.get_coord(self.global_rank)
+        here = self._topo.get_coord(self.global_rank)
         self.stage_id, self.data_parallel_id = here.pipe, here.data
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
