@@ -28,8 +28,6 @@ class Engine:
     def model(self) -> nn.Module:
         return self._runtime.model
 
-    # -- ranks: each is a Comm with `rank`, `world_size` and exchanges ------------------------------------------------
-
     @property
     def ranks(self) -> DirectComm:
         """The data-parallel ranks: those that train the same part of the model on other data."""
@@ -50,8 +48,6 @@ class Engine:
         """True if a rank has a part of the model alone: a stage, layers cut by tensor parallelism, some of the experts."""
         return len(self._runtime.topology.places) > 1
 
-    # -- steps -------------------------------------------------------------------------------------------------------
-
     @property
     def loss_scaler(self) -> LossScaler | None:
         """The loss scale with its rule; None unless precision is fp16. `loss_scale` is the factor alone."""
@@ -66,9 +62,7 @@ class Engine:
         """Reduce the gradients that were summed locally; return the names of trained parameters without one (collective)."""
         self._runtime.flush()
         trained = [group for group in self._runtime.groups if group.trainable]
-        return [
-            spec.name for group in trained for spec, active in zip(group.specs, group.active, strict=True) if not active
-        ]
+        return [spec.name for group in trained for spec, active in zip(group.specs, group.active, strict=True) if not active]
 
 
 def engine_of(model: nn.Module | torch.optim.Optimizer) -> Engine:

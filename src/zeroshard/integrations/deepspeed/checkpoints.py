@@ -35,11 +35,11 @@ from ...checkpoint.resolver import agreed, open_any, read_object
 from ...checkpoint.source import Opened
 from ...comm.codec import exchange_values
 from ...errors import CheckpointMismatch, CheckpointNotFound
+from ...public import stream_full_tensors
 from ...seam import engine_of
 from ...utils.dtypes import casts_to
 from ...utils.module_names import own_name, own_state
 from ...zero.runtime import runtime_of
-from ...zero.tensor_stream import stream_full_tensors
 from . import VERSION
 from .engine_settings import Settings
 from .logs import logger, warning_once

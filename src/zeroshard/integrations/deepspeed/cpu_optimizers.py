@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ...errors import ConfigError
-from ...optim.lion import Lion
+from ...public import Lion
 
 
 class _Adam(torch.optim.Adam):

@@ -22,10 +22,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ... import api
 from ...errors import ZeroshardError
+from ...public import accumulate, close, offload_states, reload_states
 from ...seam import engine_of
-from ...optim.offload_states import offload_states, reload_states
 from ...utils import torch_compat
 from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
@@ -227,7 +226,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def _hold(self, yes: bool) -> None:
         """Enter `zs.accumulate` if it is not entered, or leave it. It stays entered from one micro-step to the next."""
         if yes and self._held is None:
-            self._held = api.accumulate(self.module)
+            self._held = accumulate(self.module)
             self._held.__enter__()
         elif not yes and self._held is not None:
             held, self._held = self._held, None
@@ -412,4 +411,4 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             gc.enable()
         if getattr(self.module, "_zeroshard", None) is not None and not runtime_of(self.module).closed:
             partition.detach(self.module)
-            api.close(self.module)
+            close(self.module)

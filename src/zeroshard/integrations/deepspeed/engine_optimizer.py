@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from ...comm.codec import exchange_values
 from ...errors import ConfigError, NonFiniteError
-from ...optim.parameter_access import OptimizerStatePart, ParameterPart, gradient_of, state_of, value_of
+from ...optim.parameter_access import ParameterPart
+from ...public import gradient_of, state_of, value_of
 from ...seam import engine_of
 from ...tensor.sharded_tensor import ShardedTensor
 from ...zero.gathered_parameters import home_of
@@ -108,11 +109,7 @@ class EngineOptimizer:
         record = self.optimizer.last_step
         return record is not None and record.skipped and not math.isfinite(record.grad_norm)
 
-    @property
-    def loss_scale(self) -> float:
-        return engine_of(self.optimizer).loss_scale
-
-    cur_scale = loss_scale
+    loss_scale = cur_scale = property(lambda self: engine_of(self.optimizer).loss_scale)
 
     @property
     def loss_scaler(self) -> LossScalerView | None:
@@ -241,7 +238,7 @@ class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
         picture = torch.optim.Optimizer([{**group, "params": [torch.empty(0)]} for group in self.optimizer.param_groups], {})
         for group, params in zip(picture.param_groups, self.bit16_groups, strict=True):
             group["params"] = [_flat([value_of(param) for param in params])]
-            parts = [OptimizerStatePart(param, "") for param in params]
+            parts = [state_of(param, "") for param in params]
             for key in dict.fromkeys(name for part in parts for name in part.names()):
                 picture.state[group["params"][0]][key] = _flat([state_of(param, key) for param in params])
         self._sharded, self.optimizer = self.optimizer, picture

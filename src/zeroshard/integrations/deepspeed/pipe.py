@@ -21,6 +21,7 @@ from torch import nn
 
 from ...parallel.stages import cut_by_cost
 from . import activation, communication
+from .accelerator import getter
 from .ds_config import DeepSpeedConfig
 from .sections import DeepSpeedConfigError
 from .topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
@@ -229,9 +230,6 @@ class PipelineModule(nn.Module):
             return all(type(each).__name__ in self.checkpointable_layers for each in functions)
         return any(next(each.parameters(), None) is not None for each in functions if isinstance(each, nn.Module))
 
-    def partitions(self) -> list[int]:
-        return self.parts
-
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage of a layer."""
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
@@ -243,8 +241,4 @@ class PipelineModule(nn.Module):
     def topology(self) -> ProcessTopology:
         return self._grid._topo
 
-    def mpu(self) -> PipelineParallelGrid:
-        return self._grid
-
-    def num_pipeline_stages(self) -> int:
-        return self.num_stages
+    mpu, partitions, num_pipeline_stages = getter("_grid"), getter("parts"), getter("num_stages")

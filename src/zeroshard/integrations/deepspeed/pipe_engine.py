@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...comm.codec import exchange_values
 from ...errors import ZeroshardError
-from ...parallel.pipeline import Pipeline
+from ...public import Pipeline
 from ...seam import engine_of
 from ...utils.axes import PP
 from ...utils.tensor_tree import cast_floating, find_tensors, map_tensors
