@@ -291,12 +291,12 @@ class SlicedStates:
 
     def state_dict(self) -> dict[str, object]:
         """Return a state dict as torch's, with flat slices of states, padded with zeros to the longest slice of any rank."""
-        found = super().state_dict()  # type: ignore[misc]
-        return {**found, "state": self._changed(found, _slice), COUNT: engine_of(self).ranks.world_size}
+        found, engine = super().state_dict(), engine_of(self)  # type: ignore[misc, arg-type]
+        return {**found, "state": self._changed(found, _slice), COUNT: engine.ranks.world_size}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load this rank's `state_dict` from a run with as many ranks, or a state dict of a plain torch optimizer."""
-        count, ranks = state_dict.get(COUNT), engine_of(self).ranks.world_size
+        count, ranks = state_dict.get(COUNT), engine_of(self).ranks.world_size  # type: ignore[arg-type]
         if count not in (None, ranks):
             raise ConfigError(
                 f"load_state_dict: the slices are those of {count} ranks, and there are {ranks}. engine.save_checkpoint and "

@@ -47,8 +47,9 @@ OffloadDeviceEnum = Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nv
 
 
 # states that `engine.offload_states` can move
-_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", dict(zip(_STATES, _STATES, strict=True)), type=str)
+OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", {
+    "optim_states": "optim_states", "hp_params": "hp_params", "lp_params": "lp_params", "lp_grads": "lp_grads",
+    "contiguous_grad_buffer": "contiguous_grad_buffer"}, type=str)  # fmt: skip
 
 
 Reader = Callable[[Any], Any]  # makes the value of a field from that of the key, or raises
