@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ...public import checkpoint_activations
+from ...activations.checkpoint import checkpoint_activations
 from .accelerator import always
 from .config_keys import Values
 from .ds_config import read_config

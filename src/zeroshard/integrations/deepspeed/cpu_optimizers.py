@@ -16,7 +16,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ...errors import ConfigError
-from ...public import Lion
+from ...optim.lion import Lion
 
 
 class _Adam(torch.optim.Adam):

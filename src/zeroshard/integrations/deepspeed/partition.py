@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from ...comm import backend_select
 from ...comm.process_group import talking_device
-from ...public import Tier, init
+from ...config import Tier
 from ...tensor.attributes import whole_now
 from ...tensor.sharded_tensor import ReplicatedParameter, ShardedParameter
 from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
-from ...zero.init_context import BirthHome, cut_module, cut_whole, is_born, whole_births
+from ...zero.init_context import BirthHome, cut_module, cut_whole, init, is_born, whole_births
 from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
