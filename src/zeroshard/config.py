@@ -34,6 +34,7 @@ from .utils.option_kinds import (
     WHOLE,
     Kind,
     check_fields,
+    check_names,
     is_number,
     is_scale,
     option,
@@ -160,11 +161,7 @@ class Offload:
             offload = given
         elif isinstance(given, Mapping):
             fields = {"path" if key == "nvme_path" else key: value for key, value in given.items()}
-            known = {f.name for f in dataclasses.fields(cls)}
-            for key in fields:
-                if key not in known:
-                    listed = ", ".join(sorted(known))
-                    raise ConfigError(f"{name}: unknown field {key!r}.{did_you_mean(key, known)} Known: {listed}.")
+            check_names(cls, fields, name)
             if fields and "device" not in fields:
                 raise ConfigError(f"{name}: {fields} names no device, so nothing would be offloaded: add 'device': 'cpu'.")
             for key in ("ratio", "fused"):

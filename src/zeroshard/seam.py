@@ -5,11 +5,14 @@ engine = engine_of(model)
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .comm.base import DirectComm
 from .memory.ledger import Observer as Observer
 from .zero import verbs
+from .zero.mixed_precision import LossScaler
 from .zero.runtime import Runtime, runtime_of
 
 
@@ -23,6 +26,40 @@ class Engine:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+
+    @property
+    def model(self) -> nn.Module:
+        return self._runtime.model
+
+    @property
+    def ranks(self) -> DirectComm:
+        """The data-parallel ranks: those that train the same part of the model on other data."""
+        return self._runtime.comm
+
+    @property
+    def world(self) -> DirectComm:
+        """All ranks that train the model, on whatever part of it."""
+        return self._runtime.topology.world
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages; ranks of different stages have different modules."""
+        return len(self._runtime.topology.stages)
+
+    @property
+    def divided(self) -> bool:
+        """True if a rank has a part of the model alone: a stage, layers cut by tensor parallelism, some of the experts."""
+        return len(self._runtime.topology.places) > 1
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """The loss scale with its rule; None unless precision is fp16. `loss_scale` is the factor alone."""
+        return self._runtime.progress.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor by which gradients are multiplied as they enter the model; 1 unless precision is fp16."""
+        return self._runtime.progress.loss_scale
 
     def begin(self, verb: str, *also: str, note: bool = True) -> None:
         """Raise unless the model is as a public function needs it: `verb` names a row of `zero.verbs.VERBS` (see its `begin`)."""
@@ -40,10 +77,16 @@ class Engine:
         """
         return self._runtime.tiers.ledger.observe(observer)
 
+    def unused_parameters(self) -> list[str]:
+        """Reduce the gradients that were summed locally; return the names of trained parameters without one (collective)."""
+        self._runtime.flush()
+        trained = [group for group in self._runtime.groups if group.trainable]
+        return [spec.name for group in trained for spec, active in zip(group.specs, group.active, strict=True) if not active]
 
-def engine_of(model: nn.Module) -> Engine:
-    """Return the engine of a sharded model, or of the one that `torch.compile(model)` wraps.
 
-    Raise TypeError if it is no nn.Module, and ZeroshardError if it is not sharded.
+def engine_of(model: nn.Module | torch.optim.Optimizer) -> Engine:
+    """Return the engine of a sharded model (also of the one that `torch.compile(model)` wraps), or of a sharded optimizer.
+
+    Raise TypeError if it is no nn.Module, ZeroshardError if it is not sharded, AttributeError for another optimizer.
     """
-    return Engine(runtime_of(model))
+    return Engine(model.core.runtime if isinstance(model, torch.optim.Optimizer) else runtime_of(model))  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from zeroshard.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, 
 
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
+from zeroshard import seam
 from zeroshard.comm.launch import run_processes
 from zeroshard.integrations.deepspeed import sections, topology
 
@@ -128,6 +129,8 @@ def _pipelines(rank, ranks, folder):
         engine = _engine(stage, **options)
         told[stage] = _trains(engine)
         cuts.append(engine.module.partitions())
+        seen = seam.engine_of(engine.module)
+        assert (seen.stages, seen.divided, seen.ranks.world_size, seen.world.world_size) == (2, True, 2, 4)
         assert engine.global_steps == STEPS and engine.global_samples == STEPS * 2 * MICRO * ROWS
         engine.destroy()
 
@@ -263,6 +266,8 @@ def _tensors(rank, ranks, folder):
 
     engine = engine_of(0, noted=2)
     told = train(engine, 0, 2)
+    seen = seam.engine_of(engine.module)
+    assert (seen.stages, seen.divided, seen.ranks.world_size, seen.world.rank) == (1, True, ranks // 2, rank)
     groups = deepspeed.utils.groups
     place = (
         groups.get_data_parallel_rank(),

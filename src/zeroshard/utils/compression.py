@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ..errors import ConfigError, did_you_mean
-from .option_kinds import BOOL, POSITIVE, Kind, check_fields, is_number, is_whole
+from .option_kinds import BOOL, POSITIVE, Kind, check_fields, check_names, is_number, is_whole
 
 # codecs of blocks: name -> bits of a value's code, beside one fp32 step for each block
 CODECS = {"int8": 8, "int4": 4, "fp8": 8}
@@ -72,12 +71,7 @@ class Compression:
         if given is None or given is False:
             return None
         if isinstance(given, Mapping):
-            known = {field.name for field in dataclasses.fields(cls)}
-            for key in given:
-                if key not in known:
-                    raise ConfigError(
-                        f"{option}: unknown field {key!r}.{did_you_mean(key, known)} Known: {', '.join(sorted(known))}."
-                    )
+            check_names(cls, given, option)
             given = cls(**given)
         found = (
             given if isinstance(given, cls) else cls() if given is True else cls(codec=given) if isinstance(given, str) else None

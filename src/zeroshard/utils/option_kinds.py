@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 
 _T = TypeVar("_T")
 
@@ -68,6 +68,14 @@ FOLDER = Kind("the path of a folder", lambda value: isinstance(value, (str, os.P
 def option(default: _T, kind: Kind) -> _T:
     """Make the dataclass field of an option, with its kind in the field's metadata."""
     return field(default=default, metadata={"kind": kind})
+
+
+def check_names(cls: type, given: Iterable[str], name: str) -> None:
+    """Raise ConfigError for the first name that is no field of a class of options. name: the option that takes such an object."""
+    known = {f.name for f in dataclasses.fields(cls)}
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{name}: unknown field {key!r}.{did_you_mean(key, known)} Known: {', '.join(sorted(known))}.")
 
 
 def check_fields(given: object, kinds: Mapping[str, Kind], prefix: str = "") -> None:

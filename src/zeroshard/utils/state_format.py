@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ..errors import ConfigError, did_you_mean
-from .option_kinds import BOOL, Kind, check_fields, is_whole
+from .option_kinds import BOOL, Kind, check_fields, check_names, is_whole
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "int4")
 _FIELDS = {
@@ -66,11 +65,8 @@ class StateFormat:
             return given
         if isinstance(given, str):
             return cls(given)
-        fields = {field.name for field in dataclasses.fields(cls)}
         if isinstance(given, Mapping) and "format" in given:
-            for key in given:
-                if key not in fields:
-                    raise ConfigError(f"optimizer_states: unknown field {key!r}.{did_you_mean(key, fields)}")
+            check_names(cls, given, "optimizer_states")
             return cls(**given)
         if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
             found = {name: cls.of(each) for name, each in given.items()}

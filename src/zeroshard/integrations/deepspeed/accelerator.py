@@ -23,19 +23,19 @@ from ...utils import torch_compat
 
 T = TypeVar("T")
 _TENSORS = {
-    "BFloat16Tensor": torch.bfloat16,
-    "ByteTensor": torch.uint8,
-    "DoubleTensor": torch.double,
-    "FloatTensor": torch.float,
-    "HalfTensor": torch.half,
-    "IntTensor": torch.int,
-    "LongTensor": torch.long,
-}
+    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "DoubleTensor": torch.double, "FloatTensor": torch.float,
+    "HalfTensor": torch.half, "IntTensor": torch.int, "LongTensor": torch.long,
+}  # fmt: skip
 
 
 def always(value: T) -> Callable[..., T]:
     """Return a function or method that answers the same, whatever its arguments are."""
     return lambda *args, **kwargs: copy.copy(value)
+
+
+def getter(name: str) -> Callable[[Any], Any]:
+    """Return a method that returns an attribute."""
+    return lambda self: getattr(self, name)
 
 
 class DeepSpeedAccelerator:

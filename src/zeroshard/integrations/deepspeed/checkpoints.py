@@ -35,10 +35,11 @@ from ...checkpoint.resolver import agreed, open_any, read_object
 from ...checkpoint.source import Opened
 from ...comm.codec import exchange_values
 from ...errors import CheckpointMismatch, CheckpointNotFound
+from ...public import stream_full_tensors
+from ...seam import engine_of
 from ...utils.dtypes import casts_to
 from ...utils.module_names import own_name, own_state
 from ...zero.runtime import runtime_of
-from ...zero.tensor_stream import stream_full_tensors
 from . import VERSION
 from .engine_settings import Settings
 from .logs import logger, warning_once
@@ -82,8 +83,8 @@ class Checkpoints(Settings):
         client_state = client_state or {}
         frozen = [name for name, param in self._own_parameters().items() if not param.requires_grad]
         names = list(own_state(self.module))  # the module's order, which zeroshard's format does not keep
-        world = runtime_of(self.module).topology.world
-        if len(runtime_of(self.module).topology.stages) > 1:  # stages of a pipeline have different ones
+        world = engine_of(self.module).world
+        if engine_of(self.module).stages > 1:  # stages of a pipeline have different ones
             told = exchange_values(world, (frozen, names), "save_checkpoint: names")
             frozen, names = (list(dict.fromkeys(itertools.chain(*each))) for each in zip(*told, strict=True))
         engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, "names": names, **self._facts()}
@@ -100,7 +101,7 @@ class Checkpoints(Settings):
 
     def _agreed(self, tag: str) -> str:
         """Return rank 0's tag (collective). If ranks differ, warn or raise AssertionError, by checkpoint.tag_validation."""
-        config, comm = self._config, runtime_of(self.module).topology.world
+        config, comm = self._config, engine_of(self.module).world
         tags = exchange_values(comm, tag, "save_checkpoint: tag")
         if len(set(tags)) == 1:
             return tag
@@ -123,7 +124,7 @@ class Checkpoints(Settings):
         The model's file has whole weights below stage 3; the optimizer's files have no states.
         """
         state = own_state(self.module)
-        if runtime_of(self.module).topology.world.rank:  # after state_dict(), which runs the user's hooks on all ranks
+        if engine_of(self.module).world.rank:  # after state_dict(), which runs the user's hooks on all ranks
             return {}
         scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()
         parameters = self._own_parameters()
@@ -140,7 +141,7 @@ class Checkpoints(Settings):
                 f"save_checkpoint: client_state, or the scheduler's state, holds an object of a class ({kind[1] if kind else '?'}) "
                 "that torch does not load by itself: it takes load_checkpoint(..., trusted=True)."
             )
-        whole = stage < 3 and len(runtime_of(self.module).topology.places) == 1  # else this rank has a part of the model
+        whole = stage < 3 and not engine_of(self.module).divided  # else this rank has a part of the model
         model["module"] = _told(self._without_frozen(state) if exclude_frozen else state, whole=whole)
         optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
         before = "bf16_" if self._config.bfloat16_config.enabled else ""
@@ -206,16 +207,16 @@ class Checkpoints(Settings):
         """
         if not isinstance(load_dir, (str, os.PathLike)):
             raise TypeError(f"load_checkpoint: load_dir: expected the folder that save_checkpoint was given, got {load_dir!r}.")
-        runtime = runtime_of(self.module)
-        loading.await_save(runtime)
+        ranks = engine_of(self.module).ranks
+        loading.await_save(runtime_of(self.module))
         folder = self._tag_folder(Path(load_dir), tag)
         if folder is None:
             return None, None
         wanted = load_optimizer_states and not load_module_only
         optimizer = self.basic_optimizer if wanted else None
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
-        opened = open_any(runtime.comm, folder, verify=False, trusted=trusted)  # `loading.load` verifies
-        engine, saved, client_state = agreed(runtime.comm, "load_checkpoint: extras", lambda: _extras_of(opened, trusted), folder)
+        opened = open_any(ranks, folder, verify=False, trusted=trusted)  # `loading.load` verifies
+        engine, saved, client_state = agreed(ranks, "load_checkpoint: extras", lambda: _extras_of(opened, trusted), folder)
         if scheduler is not None and saved is None:
             raise CheckpointMismatch(
                 f"{folder} has no state of a scheduler, and this engine has a {type(scheduler).__name__}: "
@@ -228,7 +229,7 @@ class Checkpoints(Settings):
             except CheckpointMismatch as error:
                 raise type(error)(str(error).replace("optimizer=None", "load_optimizer_states=False")) from None
         if custom_load_fn is not None:
-            source = agreed(runtime.comm, "load_checkpoint: reading", lambda: read_whole(opened, None), opened.path)
+            source = agreed(ranks, "load_checkpoint: reading", lambda: read_whole(opened, None), opened.path)
             with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
                 custom_load_fn(src=source, dst=self.module)
         if scheduler is not None:
@@ -251,7 +252,7 @@ class Checkpoints(Settings):
         Raises CheckpointNotFound, ValueError.
         """
         pointer = "latest_universal" if self._config.load_universal_checkpoint else LATEST
-        comm = runtime_of(self.module).topology.world
+        comm = engine_of(self.module).world
         tags = exchange_values(comm, latest_tag(root, pointer) if tag is None else str(tag), "load_checkpoint: tag")
         chosen = tags[0]
         if chosen is None and pointer != LATEST:
@@ -290,7 +291,7 @@ class Checkpoints(Settings):
 
         _STREAM_NBYTES are gathered at a time. Tied names get one tensor, and no other tensors share memory.
         """
-        first = runtime_of(self.module).comm.rank == 0
+        first = engine_of(self.module).ranks.rank == 0
         state = own_state(self.module)
         order = self._without_frozen(state) if exclude_frozen_parameters else state
         frozen = state.keys() - order.keys()
@@ -335,7 +336,7 @@ class Checkpoints(Settings):
                 os.makedirs(save_dir, exist_ok=True)
                 torch.save(state, path)
 
-        agreed(runtime_of(self.module).comm, "save_16bit_model: writing", write, path)
+        agreed(engine_of(self.module).ranks, "save_16bit_model: writing", write, path)
         return True
 
     save_fp16_model = save_16bit_model

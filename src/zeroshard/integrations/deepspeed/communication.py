@@ -133,7 +133,7 @@ def get_local_rank() -> int:
 
 def get_world_group() -> ProcessGroup | None:
     _rank_and_size()
-    return torch_dist.group.WORLD
+    return torch_dist.GroupMember.WORLD
 
 
 def new_group(ranks: Iterable[int]) -> ProcessGroup:

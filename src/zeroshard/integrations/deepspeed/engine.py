@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ... import api
 from ...errors import ZeroshardError
-from ...optim.offload_states import offload_states, reload_states
+from ...public import accumulate, close, offload_states, reload_states
+from ...seam import engine_of
 from ...utils import torch_compat
 from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
@@ -100,12 +100,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.optimizer = wrap(optimizer, config)
         self.device, self.local_rank = known["device"], known["local_rank"]
         self.mpu, self.collate_fn, self.monitor = known["mpu"], known["collate_fn"], known["monitor"]
-        topology = runtime_of(module).topology
-        self.dp_world_size, self.world_size, self.global_rank = (
-            topology.control.world_size,
-            topology.world.world_size,
-            topology.world.rank,
-        )
+        ranks, world = engine_of(module).ranks, engine_of(module).world
+        self.dp_world_size, self.world_size, self.global_rank = ranks.world_size, world.world_size, world.rank
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
@@ -185,7 +181,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """
         assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
         assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
-        factor = runtime_of(self.module).progress.loss_scale
+        factor = engine_of(self.module).loss_scale
         return loss if factor == 1.0 else _UnscaledGradient.apply(loss, factor)
 
     @_one_thread
@@ -230,7 +226,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def _hold(self, yes: bool) -> None:
         """Enter `zs.accumulate` if it is not entered, or leave it. It stays entered from one micro-step to the next."""
         if yes and self._held is None:
-            self._held = api.accumulate(self.module)
+            self._held = accumulate(self.module)
             self._held.__enter__()
         elif not yes and self._held is not None:
             held, self._held = self._held, None
@@ -336,11 +332,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     def _check_used(self) -> None:
         """Raise AssertionError on all ranks if no rank has a gradient for some trained parameter."""
-        runtime = runtime_of(self.module)
-        runtime.flush()
-        groups = [group for group in runtime.groups if group.trainable]
-        unused = [spec.name for group in groups for spec, active in zip(group.specs, group.active, strict=True) if not active]
-        if unused:
+        if unused := engine_of(self.module).unused_parameters():
             raise AssertionError(
                 f"parameters without a gradient: {', '.join(unused[:5])} ({len(unused)} in all); let the loss depend on them, freeze "
                 'them, or leave {"zero_optimization": {"ignore_unused_parameters": false}} out.'
@@ -357,7 +349,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             if isinstance(self._loss, Tensor):  # only if engine.backward() was used: this rank's mean over micro-batches
                 events.append(("Train/Samples/train_loss", self._loss, self.global_samples))
             if self.fp16_enabled():
-                events.append(("Train/Samples/loss_scale", runtime_of(self.module).progress.loss_scale, self.global_samples))
+                events.append(("Train/Samples/loss_scale", engine_of(self.module).loss_scale, self.global_samples))
             self.monitor.write_events(events)
 
     def was_step_applied(self) -> bool:
@@ -419,4 +411,4 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             gc.enable()
         if getattr(self.module, "_zeroshard", None) is not None and not runtime_of(self.module).closed:
             partition.detach(self.module)
-            api.close(self.module)
+            close(self.module)

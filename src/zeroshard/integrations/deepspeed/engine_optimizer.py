@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from ...comm.codec import exchange_values
 from ...errors import ConfigError, NonFiniteError
-from ...optim.parameter_access import OptimizerStatePart, ParameterPart, gradient_of, state_of, value_of
-from ...optim.sharded_optimizer import OptimizerCore
+from ...optim.parameter_access import ParameterPart
+from ...public import gradient_of, state_of, value_of
+from ...seam import engine_of
 from ...tensor.sharded_tensor import ShardedTensor
 from ...zero.gathered_parameters import home_of
 from . import partition, stand_ins
@@ -108,18 +109,14 @@ class EngineOptimizer:
         record = self.optimizer.last_step
         return record is not None and record.skipped and not math.isfinite(record.grad_norm)
 
-    @property
-    def loss_scale(self) -> float:
-        return self.optimizer.core.runtime.progress.loss_scale
-
-    cur_scale = loss_scale
+    loss_scale = cur_scale = property(lambda self: engine_of(self.optimizer).loss_scale)
 
     @property
     def loss_scaler(self) -> LossScalerView | None:
         """The loss scaler in fp16, else None."""
-        return None if self.optimizer.core.runtime.progress.scaler is None else LossScalerView(self.optimizer.core)
+        return None if engine_of(self.optimizer).loss_scaler is None else LossScalerView(self.optimizer)
 
-    loss_scale_config = property(lambda self: LossScalerView(self.optimizer.core))  # without fp16: a static scale of 1
+    loss_scale_config = property(lambda self: LossScalerView(self.optimizer))  # without fp16: a static scale of 1
     dynamic_loss_scale = property(attrgetter("loss_scale_config.dynamic_loss_scale"))
     low_precision_dtype = property(attrgetter("_config.model_dtype"))  # of parameters in forward and backward
 
@@ -154,11 +151,11 @@ class EngineOptimizer:
     @property
     def averaged_gradients(self) -> dict[int, list[Tensor]]:
         """Slices of the mean gradients, by optimizer group, without parameters that have no gradient."""
-        return {i: list(group.values()) for i, group in self._gradients().items() if group}
+        return {i: list(slices.values()) for i, slices in self._gradients().items() if slices}
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         """Return slices of the mean gradients in fp32, by optimizer group and index in it."""
-        return {i: {j: each.float() for j, each in group.items()} for i, group in self._gradients().items()}
+        return {i: {j: each.float() for j, each in slices.items()} for i, slices in self._gradients().items()}
 
     @property
     def fp32_groups_gradients_flat(self) -> list[Tensor]:
@@ -179,14 +176,14 @@ class EngineOptimizer:
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
         """Parameters of each leaf module (`set_z3_leaf_modules`)."""
-        return {module: list(module.parameters()) for module in get_z3_leaf_modules(self.optimizer.core.runtime.model)}
+        return {module: list(module.parameters()) for module in get_z3_leaf_modules(engine_of(self.optimizer).model)}
 
     def _get_norm_groups(self) -> list[Tensor]:
         """Return the norm of the mean gradient of each optimizer group, over all ranks (collective)."""
         groups = self.get_fp32_grad_partitions()
         squares = [float(sum(each.square().sum() for each in groups.get(i, {}).values())) for i in range(len(self.bit16_groups))]
-        comm = self.optimizer.core.runtime.comm
-        everyone = [squares] if comm.world_size == 1 else exchange_values(comm, squares, "norms of gradients")
+        ranks = engine_of(self.optimizer).ranks
+        everyone = [squares] if ranks.world_size == 1 else exchange_values(ranks, squares, "norms of gradients")
         return [torch.tensor(sum(theirs)).sqrt() for theirs in zip(*everyone, strict=True)]
 
 
@@ -195,15 +192,15 @@ class LossScalerView:
 
     scale_factor = 2.0
 
-    def __init__(self, core: OptimizerCore) -> None:
-        self._core = core
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._core.runtime.progress.scaler, name)
+        return getattr(engine_of(self._optimizer).loss_scaler, name)
 
-    dynamic_loss_scale = property(lambda self: getattr(self._core.runtime.progress.scaler, "dynamic", False))
-    cur_scale = loss_scale = property(attrgetter("_core.runtime.progress.loss_scale"))
-    cur_iter = property(attrgetter("_core.tally.asked"))  # number of steps, skipped ones included
+    dynamic_loss_scale = property(lambda self: getattr(engine_of(self._optimizer).loss_scaler, "dynamic", False))
+    cur_scale = loss_scale = property(lambda self: engine_of(self._optimizer).loss_scale)
+    cur_iter = property(attrgetter("_optimizer.core.tally.asked"))  # number of steps, skipped ones included
     cur_hysteresis = property(attrgetter("patience"))
     scale_window = property(attrgetter("config.loss_scale_window"))  # steps without an overflow after which the scale doubles
     min_scale = property(attrgetter("config.min_loss_scale"))
@@ -241,7 +238,7 @@ class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
         picture = torch.optim.Optimizer([{**group, "params": [torch.empty(0)]} for group in self.optimizer.param_groups], {})
         for group, params in zip(picture.param_groups, self.bit16_groups, strict=True):
             group["params"] = [_flat([value_of(param) for param in params])]
-            parts = [OptimizerStatePart(param, "") for param in params]
+            parts = [state_of(param, "") for param in params]
             for key in dict.fromkeys(name for part in parts for name in part.names()):
                 picture.state[group["params"][0]][key] = _flat([state_of(param, key) for param in params])
         self._sharded, self.optimizer = self.optimizer, picture
@@ -252,7 +249,7 @@ class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
     @functools.cached_property
     def parameter_offload(self) -> ParameterOffload:
         """The model's hooks, for programs that generate during training."""
-        return ParameterOffload(self.optimizer.core.runtime.model)
+        return ParameterOffload(engine_of(self.optimizer).model)
 
 
 _HERE = {"__module__": __name__}
@@ -290,17 +287,16 @@ def wrap(optimizer: Any, config: DeepSpeedConfig) -> Any:
 class SlicedStates:
     """Mixin of an engine's sharded optimizer, unless its states are replicated."""
 
-    core: OptimizerCore
     param_groups: list[dict[str, Any]]
 
     def state_dict(self) -> dict[str, object]:
         """Return a state dict as torch's, with flat slices of states, padded with zeros to the longest slice of any rank."""
-        found = super().state_dict()  # type: ignore[misc]
-        return {**found, "state": self._changed(found, _slice), COUNT: self.core.runtime.comm.world_size}
+        found, engine = super().state_dict(), engine_of(self)  # type: ignore[misc, arg-type]
+        return {**found, "state": self._changed(found, _slice), COUNT: engine.ranks.world_size}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load this rank's `state_dict` from a run with as many ranks, or a state dict of a plain torch optimizer."""
-        count, ranks = state_dict.get(COUNT), self.core.runtime.comm.world_size
+        count, ranks = state_dict.get(COUNT), engine_of(self).ranks.world_size  # type: ignore[arg-type]
         if count not in (None, ranks):
             raise ConfigError(
                 f"load_state_dict: the slices are those of {count} ranks, and there are {ranks}. engine.save_checkpoint and "

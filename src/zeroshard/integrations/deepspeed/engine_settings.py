@@ -70,11 +70,11 @@ class Settings:
         self._config.gradient_accumulation_steps = train_batch_size // micro
 
     def get_lr(self) -> list[float]:
-        return [group.get("lr", 0.0) for group in self._groups()]
+        return [options.get("lr", 0.0) for options in self._groups()]
 
     def get_mom(self) -> list[float | tuple[float, float]]:
         """Return the momentum, or the betas, of each parameter group."""
-        return [group.get("momentum", group.get("betas", 0.0)) for group in self._groups()]
+        return [options.get("momentum", options.get("betas", 0.0)) for options in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups

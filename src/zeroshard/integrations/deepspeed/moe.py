@@ -205,7 +205,7 @@ def ranks_of(model: nn.Module, ranks: int, cut: bool) -> int:
 
 def divide(model: nn.Module, line: DeviceMesh) -> None:
     """Divide the experts of all MoE layers over the ranks of an axis, in place. Raises ConfigError if they can not be divided."""
-    from ...parallel.experts import divide_experts
+    from ...public import divide_experts
 
     of_a_layer = "deepspeed_moe.experts.deepspeed_experts"
     names = [f"{name}.{of_a_layer}".lstrip(".") for name, module in model.named_modules() if isinstance(module, MoE)]

@@ -21,6 +21,7 @@ from torch import nn
 
 from ...parallel.stages import cut_by_cost
 from . import activation, communication
+from .accelerator import getter
 from .ds_config import DeepSpeedConfig
 from .sections import DeepSpeedConfigError
 from .topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
@@ -181,15 +182,15 @@ class PipelineModule(nn.Module):
 
     def _ties(self) -> Iterator[dict[int, str]]:
         """Yield, for each parameter that this stage shares with others, its name in each of these stages."""
-        specs = [(number, spec) for number, spec in enumerate(self._layer_specs) if isinstance(spec, TiedLayerSpec)]
-        for key in sorted({spec.key for _, spec in specs}):
-            alike = [(number, spec) for number, spec in specs if spec.key == key]
+        ties = [(number, tie) for number, tie in enumerate(self._layer_specs) if isinstance(tie, TiedLayerSpec)]
+        for key in sorted({tie.key for _, tie in ties}):
+            alike = [(number, tie) for number, tie in ties if tie.key == key]
             stages = sorted({self.stage_owner(number) for number, _ in alike})
             if self.stage_id not in stages or len(stages) == 1:
                 continue
             module = self.tied_modules[key]
-            names = sorted({name for _, spec in alike for name in spec.tied_weight_attr})
-            if len({spec.typename for _, spec in alike}) == 1:
+            names = sorted({name for _, tie in alike for name in tie.tied_weight_attr})
+            if len({tie.typename for _, tie in alike}) == 1:
                 names = [name for name, _ in module.named_parameters()]
             for name in names:
                 owner, _, attribute = name.rpartition(".")
@@ -229,9 +230,6 @@ class PipelineModule(nn.Module):
             return all(type(each).__name__ in self.checkpointable_layers for each in functions)
         return any(next(each.parameters(), None) is not None for each in functions if isinstance(each, nn.Module))
 
-    def partitions(self) -> list[int]:
-        return self.parts
-
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage of a layer."""
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
@@ -243,8 +241,4 @@ class PipelineModule(nn.Module):
     def topology(self) -> ProcessTopology:
         return self._grid._topo
 
-    def mpu(self) -> PipelineParallelGrid:
-        return self._grid
-
-    def num_pipeline_stages(self) -> int:
-        return self.num_stages
+    mpu, partitions, num_pipeline_stages = getter("_grid"), getter("parts"), getter("num_stages")

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...comm.codec import exchange_values
 from ...errors import ZeroshardError
-from ...parallel.pipeline import Pipeline
+from ...public import Pipeline
+from ...seam import engine_of
 from ...utils.axes import PP
 from ...utils.tensor_tree import cast_floating, find_tensors, map_tensors
 from ...zero.out_of_memory import telling
@@ -118,7 +119,7 @@ class PipelineEngine(DeepSpeedEngine):
         except Exception as error:
             failure = error
         mine = None if failure is None else f"{type(failure).__name__}: {failure}"
-        told = exchange_values(runtime_of(self.module).topology.world, (ended, mine, shapes, count), f"engine.{what}: data")
+        told = exchange_values(engine_of(self.module).world, (ended, mine, shapes, count), f"engine.{what}: data")
         if failure is not None:
             raise failure
         for rank, (_, text, _, theirs) in enumerate(told):

@@ -47,14 +47,9 @@ OffloadDeviceEnum = Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nv
 
 
 # states that `engine.offload_states` can move
-OffloadStateTypeEnum = Enum(
-    "OffloadStateTypeEnum",
-    {
-        "optim_states": "optim_states", "hp_params": "hp_params", "lp_params": "lp_params", "lp_grads": "lp_grads",
-        "contiguous_grad_buffer": "contiguous_grad_buffer",
-    },
-    type=str,
-)  # fmt: skip
+OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", {
+    "optim_states": "optim_states", "hp_params": "hp_params", "lp_params": "lp_params", "lp_grads": "lp_grads",
+    "contiguous_grad_buffer": "contiguous_grad_buffer"}, type=str)  # fmt: skip
 
 
 Reader = Callable[[Any], Any]  # makes the value of a field from that of the key, or raises
@@ -138,24 +133,24 @@ class Section:
     def __init__(self, **given: object) -> None:
         self.notes: list[str] = []
         fields = [key.field for key in keys_of(self.prefix)]
-        values: dict[str, object] = {}  # by field name, with aliases replaced
+        found: dict[str, object] = {}  # by field name, with aliases replaced
         for name, value in given.items():
             field = ALIASES.get(f"{self.prefix}.{name}", name).rpartition(".")[2]
             if field not in fields:
                 raise invalid(self.prefix, f"{self.prefix}: unknown key {name!r}.{did_you_mean(name, fields)}")
-            if field in values and values[field] != value:
-                told = f"{self.prefix}: {field} is given under two names, {values[field]!r} and {value!r}: keep one."
+            if field in found and found[field] != value:
+                told = f"{self.prefix}: {field} is given under two names, {found[field]!r} and {value!r}: keep one."
                 raise invalid(self.prefix, told)
             if not (isinstance(value, str) and value == "auto"):
-                values[field] = value
-        self._forward(values)
-        self.given = frozenset(values)
+                found[field] = value
+        self._forward(found)
+        self.given = frozenset(found)
         for key in keys_of(self.prefix):
             default = {} if key.kind == "leaf_module" else key.default  # not None, where it is not given
-            setattr(self, key.field, self._read(key, values.get(key.field, default)))
+            setattr(self, key.field, self._read(key, found.get(key.field, default)))
         self._check()
 
-    def _forward(self, values: dict[str, object]) -> None:
+    def _forward(self, found: dict[str, object]) -> None:
         """Move the values of deprecated keys to the keys that replace them."""
 
     def _read(self, key: Key, value: object) -> object:
@@ -222,14 +217,14 @@ class DeepSpeedZeroConfig(Section):
         "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
     }
 
-    def _forward(self, values: dict[str, object]) -> None:
+    def _forward(self, found: dict[str, object]) -> None:
         for old, new in self._DEPRECATED.items():
-            value = values.pop(old, None)
+            value = found.pop(old, None)
             if value is None:
                 continue
-            assert new not in values, f"zero_optimization: {old} is the old name of {new}, which is given too: keep {new}."
+            assert new not in found, f"zero_optimization: {old} is the old name of {new}, which is given too: keep {new}."
             on = self._read(KEYS[f"{self.prefix}.{old}"], value)
-            values[new] = on if "weights" in old else {"device": "cpu"} if on else None
+            found[new] = on if "weights" in old else {"device": "cpu"} if on else None
             if on:  # false has no effect, and so needs no warning
                 self.notes.append(f"zero_optimization.{old} is deprecated: it is read as {new}.")
 

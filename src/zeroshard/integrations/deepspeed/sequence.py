@@ -24,6 +24,7 @@ from ...data.sequence import cut
 from ...errors import ConfigError
 from ...utils.axes import DP, SP
 from ...utils.transformers_compat import attention_of, is_theirs
+from .accelerator import getter
 from .sections import DeepSpeedConfigError
 
 
@@ -53,17 +54,11 @@ class SequenceGroups:
         """The mesh for zs.shard; None where there is one rank along sp."""
         return {DP: self._world // self.size, SP: self.size} if self.size > 1 else None
 
-    def get_sequence_parallel_group(self) -> Any:
-        return self._sequence
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self.size
+    get_sequence_parallel_group, get_sequence_parallel_world_size = getter("_sequence"), getter("size")
+    get_data_parallel_group = getter("_data")
 
     def get_sequence_parallel_rank(self) -> int:
         return self._rank % self.size
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
 
     def get_data_parallel_world_size(self) -> int:
         return self._world // self.size
@@ -79,7 +74,7 @@ class SequenceGroups:
 
 
 def _world() -> object:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return dist.GroupMember.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 _here = threading.local()  # .groups: the latest, for which deepspeed.utils.groups asks; ranks may be threads

@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from ... import api
 from ...comm import backend_select
 from ...comm.base import Comm
 from ...comm.codec import exchange_values
 from ...comm.process_group import talking_device
+from ...public import close, shard
 from ...utils.axes import DP, EP, TP
 from ...zero.ddp_interface import take_interface
 from ...zero.runtime import runtime_of
@@ -128,7 +128,7 @@ def _initialize(
     )
     if mesh is not None and not isinstance(mpu, SequenceGroups):
         set_mesh(mesh)
-    api.shard(model, basic, comm=None if group is None else comm, mesh=mesh, **options)
+    shard(model, basic, comm=None if group is None else comm, mesh=mesh, **options)
     if isinstance(mpu, SequenceGroups):
         mpu.attend(model)
     take_interface(runtime_of(model))  # engine.module is of the program's own class, as in DeepSpeed
@@ -165,7 +165,7 @@ def _initialize(
 def _let_go(model: nn.Module) -> None:
     """Close the model's earlier engine: the model has ordinary parameters again, which may be new objects."""
     partition.detach(model)
-    api.close(model)
+    close(model)
 
 
 def _renewed(model: nn.Module, optimizer: object, given: object, change: Callable[[], object]) -> object:
@@ -398,9 +398,9 @@ DeepSpeedEngine.deepspeed_io = deepspeed_io  # type: ignore[attr-defined]
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add --deepspeed and --deepspeed_config, as scripts for DeepSpeed expect them."""
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for user code; no effect here)")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")
-    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
-    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    ours = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    ours.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for user code; no effect here)")
+    ours.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")
+    ours.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    ours.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser

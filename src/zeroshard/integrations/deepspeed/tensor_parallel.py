@@ -50,7 +50,7 @@ def ranks_of(model: nn.Module, given: object, mpu: object, ranks: int) -> int:
 
 def cut(model: nn.Module, line: DeviceMesh) -> None:
     """Cut a model's layers over the ranks of an axis, in place (collective). Raises ConfigError, on all ranks, if they do not fit."""
-    from ...parallel.styles import styles_for
     from ...parallel.tensor_parallel import apply
+    from ...public import styles_for
 
     apply(model, line, styles_for(model, vocabulary=False))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...utils.axes import DP, PP, TP
 from . import communication
-from .accelerator import always
+from .accelerator import always, getter
 from .sections import DeepSpeedConfigError
 
 _AXES = {"pipe": PP, "data": DP, "model": TP}  # DeepSpeed's name of an axis -> that of a mesh
@@ -35,12 +35,11 @@ class ProcessTopology:
         self.ProcessCoord = coord
         self.mapping: dict[Any, int] = {coord(*at): rank for rank, at in enumerate(product(*map(range, self.dims)))}
 
+    get_axis_names = getter("axes")
+
     def get_rank(self, **coord_kwargs: int) -> int:
         """Return the rank at a coordinate. Raises TypeError if one of an axis is missing."""
         return self.mapping[self.ProcessCoord(**coord_kwargs)]
-
-    def get_axis_names(self) -> list[str]:
-        return self.axes
 
     def get_dim(self, axis: str) -> int:
         """Return the number of ranks along an axis; 0 for an axis that there is not."""
@@ -88,46 +87,35 @@ class PipelineParallelGrid:
     """This rank's place in a topology of all ranks, with the interface of an mpu. mesh: the DeviceMesh of the same axes."""
 
     def __init__(self, topology: ProcessTopology) -> None:
-        axes = dict(zip(topology.axes, topology.dims, strict=True))
+        self._topo = topology
+        axes = dict(zip(self._topo.axes, self._topo.dims, strict=True))
         if set(axes) - set(_AXES) or axes.get("model", 1) > 1 or not {"pipe", "data"} <= set(axes):
             raise DeepSpeedConfigError(
                 f"topology: expected the axes pipe and data, got {axes}: ranks that share a layer (model) are not served beside a "
                 'PipelineModule. Use num_stages=, or zs.parallelize with a mesh ("pp", "dp", "tp").'
             )
-        self._topo, self.world_size, self.global_rank = topology, communication.get_world_size(), communication.get_rank()
-        if math.prod(topology.dims) != self.world_size:
-            raise RuntimeError(f"topology: {axes} has {math.prod(topology.dims)} ranks, and there are {self.world_size}")
+        self.world_size, self.global_rank = communication.get_world_size(), communication.get_rank()
+        if math.prod(axes.values()) != self.world_size:
+            raise RuntimeError(f"topology: {axes} has {math.prod(axes.values())} ranks, and there are {self.world_size}")
         self.mesh = mesh_of({_AXES[axis]: size for axis, size in axes.items()})
         communication.barrier()  # a rank that refuses its layers, and ends, may have the store by which others make their groups
         self.pipe_parallel_size, self.data_parallel_size, self.model_parallel_size = axes["pipe"], axes["data"], 1
-        here = topology.get_coord(self.global_rank)
+        here = self._topo.get_coord(self.global_rank)
         self.stage_id, self.data_parallel_id = here.pipe, here.data
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """Return the rank of a stage in this rank's pipeline, or at the coordinates given."""
         return self._topo.get_rank(**self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **kwargs)._asdict())
 
-    def get_global_rank(self) -> int:
-        return self.global_rank
-
-    def get_pipe_parallel_rank(self) -> int:
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
-
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
         return self.mesh[PP].get_group()
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_parallel_size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self.mesh[DP].get_group()
 
-    get_stage_id, get_data_parallel_id = get_pipe_parallel_rank, get_data_parallel_rank
+    get_global_rank = getter("global_rank")
+    get_stage_id = get_pipe_parallel_rank = getter("stage_id")
+    get_pipe_parallel_world_size, get_data_parallel_world_size = getter("pipe_parallel_size"), getter("data_parallel_size")
+    get_data_parallel_id = get_data_parallel_rank = getter("data_parallel_id")
     get_slice_parallel_rank = get_tensor_model_parallel_rank = always(0)
     get_slice_parallel_world_size = get_tensor_model_parallel_world_size = always(1)

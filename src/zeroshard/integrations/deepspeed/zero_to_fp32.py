@@ -36,9 +36,13 @@ def _folder(checkpoint_dir: str | os.PathLike, tag: object) -> Path:
     tag = latest_tag(root) if tag is None else str(tag)
     if tag is None:
         raise ValueError(f"Unable to find 'latest' file at {root / 'latest'}: pass a tag")
-    if not (root / tag).is_dir():
-        raise FileNotFoundError(f"Directory '{root / tag}' doesn't exist")
-    return root / tag
+    return _existing(root / tag)
+
+
+def _existing(folder: str | os.PathLike) -> Path:
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"Directory '{folder}' doesn't exist")
+    return Path(folder)
 
 
 def _open(folder: Path, exclude_frozen: bool) -> tuple[Opened, list[str]]:
@@ -129,9 +133,7 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str |
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike, zero_stage: int) -> str:
     """Return a checkpoint's file with counters and client_state. checkpoint_dir: the folder of a tag."""
-    if not Path(checkpoint_dir).is_dir():
-        raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
-    found = model_file(Path(checkpoint_dir))
+    found = model_file(_existing(checkpoint_dir))
     if found is None:
         raise FileNotFoundError(f"can't find model states file at '{checkpoint_dir}'")
     return str(found)
@@ -139,11 +141,8 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike, zero_stage: int) -> 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike) -> list[str]:
     """Return the *_optim_states.pt files in rank order; those of the engine have only the stage and the number of ranks."""
-    if not Path(checkpoint_dir).is_dir():
-        raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
-    found = sorted(
-        Path(checkpoint_dir).glob("*_optim_states.pt"), key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path.name)
-    )
+    files = _existing(checkpoint_dir).glob("*_optim_states.pt")
+    found = sorted(files, key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path.name))
     if not found:
         raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'")
     return [str(path) for path in found]

@@ -1,0 +1,83 @@
+"""What the seam tells of a sharded model: its ranks, the loss scale, the parameters that no rank has used.
+
+Stages and parts of a model, which need process groups, are asked for in integrations/test_deepspeed_axes.py.
+"""
+
+import pytest
+import torch
+from torch import nn
+from zoo import Stack, run_threads, seeded
+
+import zeroshard as zs
+from zeroshard.seam import engine_of
+
+
+class Choice(nn.Module):
+    """Two layers, of which a forward uses one; the second one is frozen or trained."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.layers[1].requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor, use: int) -> torch.Tensor:
+        return self.layers[use](x)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("mesh", [None, {"dp": 1, "sp": 2}], ids=["dp", "sp"])
+def test_ranks_of_a_model_that_no_axis_divides(stage, mesh):
+    """Ranks along sp have other tokens, and the whole model: they are among those that average."""
+
+    def run(rank):
+        net = seeded(Stack)
+        model, optimizer = zs.shard(net, torch.optim.AdamW(net.parameters()), stage=stage, mesh=mesh)
+        engine = engine_of(model)
+        assert engine.model is model and engine_of(optimizer).model is model
+        assert (engine.ranks.rank, engine.ranks.world_size, engine.world.rank, engine.world.world_size) == (rank, 2, rank, 2)
+        return engine.stages, engine.divided
+
+    assert run_threads(2, run) == [(1, False)] * 2
+
+
+def test_the_loss_scale():
+    found = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        model, _ = zs.shard(seeded(Stack), None, stage=0, precision=precision, initial_loss_scale=8.0)
+        engine = engine_of(model)
+        found[precision] = engine.loss_scale, engine.loss_scaler and engine.loss_scaler.scale
+        if engine.loss_scaler is not None:
+            engine.loss_scaler.update(overflow=True)
+            assert engine.loss_scale == 4.0, "the scaler is the model's own, and no copy"
+    assert found == {"fp32": (1.0, None), "bf16": (1.0, None), "fp16": (8.0, 8.0)}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_parameters_that_no_rank_has_used(stage, frozen, held):
+    """One that a single rank has used counts as used on all; frozen ones are not told; local sums are reduced first."""
+
+    def run(rank, uses):
+        net = seeded(Choice, frozen)
+        model, _ = zs.shard(
+            net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1), stage=stage, units="leaf"
+        )
+        with zs.accumulate(model) if held else torch.enable_grad():
+            model(torch.ones(2, 4), uses[rank]).sum().backward()
+        return engine_of(model).unused_parameters()
+
+    second = ["layers.1.weight", "layers.1.bias"]
+    assert run_threads(2, run, [0, 0]) == [[] if frozen else second] * 2
+    if not frozen:
+        assert run_threads(2, run, [0, 1]) == [[], []]
+
+
+def test_what_has_no_engine():
+    plain = nn.Linear(2, 2)
+    with pytest.raises(zs.ZeroshardError, match="not sharded"):
+        engine_of(plain)
+    with pytest.raises(AttributeError, match="core"):
+        engine_of(torch.optim.SGD(plain.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="expected a torch.nn.Module"):
+        engine_of("model")
