@@ -122,7 +122,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, eq=False)
 class Inventory:
-    """What zs.shard lays out, at whatever stage and on whatever tiers.
+    """The parts of a model that zs.shard lays out, at whatever stage and on whatever tiers.
 
     states: id of a parameter -> plan of its optimizer states; empty if there is no optimizer. group_of: id -> its optimizer group.
     """
@@ -200,7 +200,7 @@ def _master_dtype(
 
 @dataclass(frozen=True, eq=False)
 class ModelLayout:
-    """Where a model's states lie on this rank, with one configuration. units: the groups of each unit of the inventory."""
+    """Layout of a model on this rank, with one configuration. units: the groups of each unit of the inventory."""
 
     inventory: Inventory
     config: Config
