@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -47,7 +48,7 @@ from .zero.mixed_precision import Progress
 from .zero.parameter import ParamHome, ParamSpec
 from .zero.rank_consistency import agree_on_initial_values, check_same_model
 from .zero.runtime import Runtime, runtime_of
-from .zero.shard_model import build_units, open_tiers
+from .zero.shard_model import Inventory, build_units, open_tiers
 from .zero.shared_storage import check_sharing
 from .zero.unit import Phase
 from .zero.verbs import begin
@@ -145,9 +146,7 @@ def _shard(
     auto: (sample,) for stage="auto", else None. planned: the layout that the options are from, or None.
     """
     # checks that need no other rank
-    specs = collect(model, config)
-    for spec in specs:
-        spec.counts = axes.counts(spec.distribution)
+    specs = [replace(spec, counts=axes.counts(spec.distribution)) for spec in collect(model, config)]
     check_sharing(model, specs)
     check_axes(model, axes.lines)
     check_optimizer(optimizer, specs, config.delayed_update is not None)
@@ -173,20 +172,22 @@ def _shard(
     agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers, divided=divided)
     made_on_meta = {name for name, param in model.named_parameters() if param.is_meta}
 
+    inventory = Inventory.of(model, config, specs, optimizer)
+
     # lay out, build buffers, place parameters in them; from here on the model changes
     local.keep()
     ledger, progress = Ledger(), Progress(config)
-    tiers = open_tiers(config, group, ledger, specs, optimizer)
+    tiers = open_tiers(config, group, ledger)
     comms = Topology.flat(group, peers, world, axes)
     if asked.sums != config.sums and group.world_size > 1:
         comms.notes.append(
             "gradients are summed in rank order, not by the backend: ranks that read each other's memory do it at no price"
         )
     comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts, axes.divided)
-    units = build_units(model, optimizer, config, comms, tiers, specs)
+    layout = inventory.lay_out(config, comms)
+    runtime = Runtime(model, config, comms, tiers, progress, lambda runtime: build_units(runtime, optimizer, layout))
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
-    runtime = Runtime(model, config, comms, units, tiers, progress)
     object.__setattr__(model, "_zeroshard", runtime)
     connect(runtime, axes.lines)
     hooks.attach(runtime)

@@ -75,6 +75,11 @@ class Buffers:
     fetched: tuple[int, int, int] | None = None
     landed: tuple[int, int] = (0, 0)
 
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of the device that all these buffers take."""
+        return math.prod(self.sent[:2]) + math.prod(self.landed) + (math.prod(self.fetched[:2]) if self.fetched else 0)
+
     @classmethod
     def of(cls, config: Config, separate: bool, groups: Sequence[Group]) -> Buffers:
         row, sizes = config.row, cls()
@@ -92,10 +97,8 @@ class Buffers:
             count = min(max(config.offload_param.buffer_count // 2, 2), len(fetched))
             sizes.fetched = (max(fetched), count, min(len(fetched), 64))
         if row.gradient is Placement.SHARDED and rests_away(config.offload_gradient.tier, separate):
-            sizes.landed = (
-                max(each.shard_numel * max(4, (each.gradient or each.dtype).itemsize) for each in groups),
-                buffers + 1,
-            )
+            landed = (each.shard_numel * max(4, (each.gradient or each.dtype).itemsize) for each in groups)
+            sizes.landed = max(landed, default=0), buffers + 1
         return sizes
 
 
@@ -129,9 +132,8 @@ def needs(config: Config, separate: bool, groups: Sequence[Group], repeated: boo
         for column in group.columns:
             add(OPTIMIZER, group.states, column.nbytes(stepped, group.stepped))
     sizes = Buffers.of(config, separate, groups)
-    fetched = 0 if sizes.fetched is None else sizes.fetched[0] * sizes.fetched[1]
-    landed = sizes.landed[0] * sizes.landed[1]
-    found[BUFFERS, Tier.DEVICE, None] += sizes.sent[0] * sizes.sent[1] + landed + fetched
+    fetched, landed = math.prod(sizes.fetched[:2]) if sizes.fetched else 0, math.prod(sizes.landed)
+    found[BUFFERS, Tier.DEVICE, None] += sizes.device_nbytes
     found[BUFFERS, Tier.HOST, None] += _arena_nbytes(config, separate, groups)
     if separate:
         passing = repeated or config.offload_gradient.tier is Tier.DISK

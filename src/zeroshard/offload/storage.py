@@ -35,7 +35,7 @@ from ..memory.io.aligned import zeros
 from ..memory.io.async_file import Engine, File, empty_aligned
 from ..memory.io.swap_folder import SwapFolder
 from ..memory.ledger import STAGING, Ledger, making
-from ..tensor.state_column import StateColumn, StatePlan
+from ..tensor.state_column import StateColumn
 from ..tensor.stretch import SplitStretch
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
@@ -407,8 +407,6 @@ class Tiers:
         self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
         self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
         self.arrivals: BufferPool | None = None  # host: gradient shards that are then added, or written to disk
-        self.state_plans: dict[int, StatePlan] = {}  # by id of a parameter
-        self.released_nbytes = 0  # host memory of the unsharded model and optimizer, which sharding will free
         self._folders: dict[str, _Folder] = {}
         self._entered: list[tuple[str, int, Tier]] = []
         self.failure: OffloadIOError | None = None

@@ -43,8 +43,8 @@ class TiedParameters:
                 held, index = next((g, i) for g in runtime_of(stage).groups for i, p in enumerate(g.params) if p is wanted)
                 tie = tuple(sorted(names.items()))
                 self.copies.setdefault(tie, {})[number] = held, index
-                spec, home = held.specs[index], held.homes[index]
-                spec.counts = spec.counts and number == min(names)  # so that norms count it once
+                home = held.homes[index]
+                held.counts = held.counts and number == min(names)  # so that norms count it once
                 whole = not held.trainable or held.gradients.replicated
                 span = (0, held.layout.slots[index].numel) if whole else (home.start, home.stop)
                 layout_of.setdefault(tie, {})[number] = str(held.values.dtype), span, held.trainable

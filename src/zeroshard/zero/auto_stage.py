@@ -1,6 +1,6 @@
 """`zs.shard(stage="auto")`: chooses the stage and the tiers at run time, by the memory that is free.
 
-    bytes that each choice would hold (Builder.needs) + activations of the sample --> the first in CHOICES that fits on every rank
+    bytes that each choice would hold (ModelLayout.held) + activations of the sample --> the first in CHOICES that fits on every rank
 
 Ranks exchange their free memory, so that all choose the same. CHOICES are also those of `zeroshard plan --auto`, which chooses a
 mesh, micro-batches, activation checkpoints as well.
@@ -22,16 +22,12 @@ from ..comm.mesh.topology import Parts, check, imagined_topology
 from ..config import CHOICES, DEVICE_NAMES, STATES, Config, Tier
 from ..errors import ConfigError, ZeroshardError
 from ..memory.host_memory import limits
-from ..memory.ledger import Ledger
-from ..offload.storage import Tiers
 from ..utils import torch_compat
 from ..utils.host import host_identity
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import FakeTensorMode, without_fake_logs
-from .auto_wrap import partition
 from .parameter import ParamSpec
-from .rank_consistency import optimizer_groups
-from .shard_model import Builder, state_plans
+from .shard_model import Inventory
 
 AUTO = "auto"
 _UNKNOWN = 1 / 3  # fraction of the device left for activations if no sample tells their size
@@ -64,6 +60,7 @@ def choose(
     activations = f"beside {_gib(kept or 0)} of activations"
     if kept is None:
         activations = "with a third left for activations (pass sample= to measure them)"
+    inventory = Inventory.of(model, config, specs, optimizer)
     tried: list[str] = []
     for stage, tiers in CHOICES:
         if (comm.world_size == 1) != (stage == 0) and set(tiers) == {Tier.DEVICE}:
@@ -76,7 +73,7 @@ def choose(
             candidate = dataclasses.replace(config, stage=stage, **chosen)
         except ConfigError:  # it conflicts with an option
             continue
-        held = _held(candidate, comm, model, specs, optimizer, parts)
+        held = _held(inventory, candidate, comm, parts)
         places = [f"{name.removeprefix('offload_')} on {place}" for name, place in chosen.items() if place != "none"]
         words = ", ".join([f"stage {stage}", *places])
         if all(held.get(tier, 0) <= nbytes for tier, nbytes in room.items()):
@@ -112,18 +109,13 @@ def _room(comm: DirectComm, specs: list[ParamSpec], kept: int | None) -> dict[Ti
     return {Tier.DEVICE: round(device * (1 - _FREE if kept is not None else 1 - _UNKNOWN)) - activations, Tier.HOST: host}
 
 
-def _held(
-    config: Config, comm: DirectComm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None, parts: Parts | None
-) -> dict[Tier, int]:  # fmt: skip
+def _held(inventory: Inventory, config: Config, comm: DirectComm, parts: Parts | None) -> dict[Tier, int]:
     """Return the bytes that one rank would hold, by tier; on a CPU, bytes of the host count as the device's."""
-    tiers = Tiers(comm, Ledger())
-    tiers.state_plans = state_plans(config, optimizer, specs)
-    near = comm.nodes.count(comm.nodes[comm.rank])
-    comms = imagined_topology(config, comm.world_size, near, tiers.separate, comm.copies, parts)
-    builder = Builder(config, comms, tiers, optimizer_groups(optimizer), 0)
+    near, separate = comm.nodes.count(comm.nodes[comm.rank]), comm.streams.separate_host
+    comms = imagined_topology(config, comm.world_size, near, separate, comm.copies, parts)
     found: dict[Tier, int] = {Tier.DEVICE: 0}
-    for (_, planned, _), nbytes in builder.needs(partition(model, config, specs)).items():
-        tier = Tier.DEVICE if planned is Tier.HOST and not tiers.separate else planned
+    for (_, planned, _), nbytes in inventory.lay_out(config, comms).held().items():
+        tier = Tier.DEVICE if planned is Tier.HOST and not separate else planned
         found[tier] = found.get(tier, 0) + nbytes
     return found
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..config import Placement
 from ..offload.storage import Rest, SplitRest
 from ..tensor.flat_layout import round_up
 from ..utils import torch_compat
@@ -27,10 +28,10 @@ class Masters:
     traces: (parameter, "value", "states" or "average N") -> trace of what the program has written since ranks last compared.
     """
 
-    def __init__(self, group: ParamGroup) -> None:
-        self.group = group
-        self.rest: Rest | None = None
-        self.whole = False  # the optimizer is replicated, and steps the whole buffer
+    def __init__(self, group: ParamGroup, rest: Rest | None) -> None:
+        self.group, self.rest = group, rest
+        # the optimizer is replicated, and steps the whole buffer
+        self.whole = group.runtime.config.row.optimizer is Placement.REPLICATED
         self.dirty: set[int] = set()
         self.versions: list[int] = []
         self.traces: dict[tuple[int, str], int] = {}
@@ -53,8 +54,8 @@ class Masters:
 
     def precise(self) -> Tensor | None:
         """Return the shard's masters (shard_numel,); None if there are none, or they are whole, off the device or out of date."""
-        rest, runtime = self.rest, self.group.runtime
-        if rest is None or self.whole or not rest.resident or runtime is None or runtime.config.delayed_update is not None:
+        rest = self.rest
+        if rest is None or self.whole or not rest.resident or self.group.runtime.config.delayed_update is not None:
             return None
         return None if self.outdated() else rest.load(0, rest.numel)
 

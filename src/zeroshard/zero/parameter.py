@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .unit import ParamGroup
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class ParamSpec:
     """Description of one parameter as the model had it, with every (module, attribute) that holds it (ties)."""
 
@@ -38,7 +38,6 @@ class ParamSpec:
     given_dtype: torch.dtype  # dtype in which the user gave it
     number: int = -1  # position in the model, and bit in the masks that ranks exchange at the end of backward
     distribution: Distribution | None = None  # of a former DTensor, over model axes; `shape` is that of the local shard
-    whole: bool = False  # stays whole at rest, though others are sharded (Config.param_persistence_threshold)
     counts: bool = True  # True on the one of the ranks with equal values along model axes that enters sums over ranks
 
     @property
@@ -91,8 +90,6 @@ class ParamHome(Home):
     @property
     def meeting(self) -> Comm:
         runtime = self.group.runtime
-        if runtime is None:
-            return self.comm
         others = runtime.topology.peers is not runtime.comm or self.group.topology is not runtime.topology
         return runtime.topology.peers if others else self.comm
 
@@ -107,11 +104,11 @@ class ParamHome(Home):
 
     @property
     def undivided(self) -> bool:
-        return self.group.runtime is not None and self.group.runtime.account.weight != 0
+        return self.group.runtime.account.weight != 0
 
     @property
     def unit(self) -> str:
-        return self.group.unit.name if self.group.runtime is not None else ""
+        return self.group.unit.name
 
     def fetch(self, gradient: bool) -> Tensor:
         """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
@@ -119,7 +116,7 @@ class ParamHome(Home):
 
     @property
     def traced(self) -> bool:
-        return self.group.runtime is not None and self.group.runtime.values.watches(self.group)
+        return self.group.runtime.values.watches(self.group)
 
     @property
     def trace(self) -> int:
@@ -165,8 +162,7 @@ class ParamHome(Home):
         return any(part[0] for part in told)
 
     def before_meeting(self, what: str) -> None:
-        if self.group.runtime is not None:
-            self.group.runtime.attendance.call(what)
+        self.group.runtime.attendance.call(what)
 
     def gather_local(self, local: Tensor) -> Tensor:
         self.before_meeting("full_tensor() (or another whole tensor)")
@@ -226,8 +222,8 @@ class ParamHome(Home):
         return arrive
 
     def adopt(self, hook: Callable) -> Callable:
-        runtime, param = self.group.runtime, self.group.params[self.index]
-        found = other_optimizers([hook], runtime.optimizer if runtime is not None else None)
+        param = self.group.params[self.index]
+        found = other_optimizers([hook], self.group.runtime.optimizer)
         if id(param) in found:
             raise ConfigError(
                 f"{self.name}: this hook steps an optimizer of its own ({type(found[id(param)]).__name__}) in backward, before the "
@@ -236,7 +232,7 @@ class ParamHome(Home):
         return UserHook(hook, self.group, self.index, whole=False)
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> object:
-        return NotImplemented if self.group.runtime is None else self.group.runtime.lend(self.group.unit, func, args, kwargs)
+        return self.group.runtime.lend(self.group.unit, func, args, kwargs)
 
 
 def gather_flat(comm: Comm, local: Tensor, label: str) -> Tensor:

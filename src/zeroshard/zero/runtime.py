@@ -50,32 +50,20 @@ class Runtime:
     """All state that zeroshard keeps for one sharded model; `runtime_of(model)` returns it."""
 
     def __init__(
-        self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], tiers: Tiers, progress: Progress
-    ) -> None:
-        """`comm` are the data-parallel ranks (`topology.control`)."""
-        self.model, self.config, self.topology, self.units, self.tiers = model, config, topology, units, tiers
+        self, model: nn.Module, config: Config, topology: Topology, tiers: Tiers, progress: Progress,
+        build: Callable[[Runtime], list[Unit]],
+    ) -> None:  # fmt: skip
+        """Call `build` for the units, which belong to this runtime. `comm` are the data-parallel ranks (`topology.control`)."""
+        self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
         comm = self.comm = topology.control
-        self.schedule = Schedule([unit.name for unit in units], topology.notes)
-        self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
-        for group in self.groups:
-            group.runtime = self
         self.moved = MovedStates(tiers)
         self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
         self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # made since zs.shard and not used yet (optim/late_optimizer.py)
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad
-        self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
-        self.reductions = Reductions(units, config, comm, self.gate.read_ahead, self.attendance, self.frozen)
-        self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
-        self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
         self.sync = True  # False inside zs.accumulate
         self.closed = False
-        self.end_answering = topology.world.desk.answer_for(self)  # call it to stop answering peers that ask for its state
-        self.progress = progress
-        self.input_dtype = input_dtype(model, config, {group.values.dtype for group in self.groups})
-        self._model_watch = ModelWatch(model, self.groups)
-        self.values = ValueWatch(comm, self.groups)
         self.forwards: list[ModelForward] = []  # that run now, the outermost first: they nest if the model calls itself
         self.training = False  # the model was entered with gradients enabled
         self.viewed: list[Unit] = []  # units that have returned views of their memory: gathered until the outermost forward ends
@@ -83,6 +71,19 @@ class Runtime:
         self.handles: list[Any] = []  # handles of registered hooks, removed by zs.close
         self.lend = torch.compiler.disable(self._lend)  # so that torch.compile does not trace it inside compiled blocks
         self.compiled: list[tuple[nn.Module, Callable]] = []  # compiled calls that `attach` has wrapped; `detach` restores them
+
+        for built in (False, True):  # first without units: those that a failed `build` leaves behind have a whole runtime, too
+            units = self.units = build(self) if built else []
+            self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
+            self.schedule = Schedule([unit.name for unit in units], topology.notes)
+            self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
+            self.reductions = Reductions(units, config, comm, self.gate.read_ahead, self.attendance, self.frozen)
+            self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
+            self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
+            self.values = ValueWatch(comm, self.groups)
+        self.end_answering = topology.world.desk.answer_for(self)  # call it to stop answering peers that ask for its state
+        self.input_dtype = input_dtype(model, config, {group.values.dtype for group in self.groups})
+        self._model_watch = ModelWatch(model, self.groups)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardedAccessError(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ..errors import ConfigError, HostMemoryError, OffloadIOError, did_you_mean
 from ..memory.estimate import BUFFERS, Buffers, Group, Need, Place, needs, rests_away, shortage
 from ..memory.host_memory import keep_freed_memory, limits
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
-from ..offload.storage import SplitRest, Tiers
+from ..offload.storage import Rest, SplitRest, Tiers
 from ..tensor.attributes import attributes_of
 from ..tensor.flat_layout import ALIGNMENT, FlatLayout, round_up
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
@@ -43,8 +43,8 @@ from .rank_consistency import optimizer_groups
 from .unit import ParamGroup, Unit
 from .user_hooks import adopt
 
-Pair = tuple[list[ParamSpec], FlatLayout]  # a bucket (the parameters of one group) and its layout
-
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 _ADAM = ("exp_avg", "exp_avg_sq")
 # names of states as large as the parameter, by class of optimizer (subclasses included) and its options
@@ -103,9 +103,182 @@ def _spared(form: StateFormat, spec: ParamSpec) -> bool:
     return embeds or form.spares(spec.whole_name, math.prod(spec.whole_shape), len(spec.whole_shape))
 
 
-def open_tiers(
-    config: Config, comm: DirectComm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
-) -> Tiers:
+@dataclass(frozen=True, eq=False)
+class GroupLayout:
+    """Layout of one ParamGroup, and what it takes on this rank.
+
+    specs: in the order of their slots. topology: the ranks over which it is sharded. values, gradients: the Comms that gather and
+    reduce it, plain or quantizing. sizes: of its states, with dtypes and tiers. plan: forms in which optimizer states rest.
+    """
+
+    specs: list[ParamSpec]
+    layout: FlatLayout
+    topology: Topology
+    values: Comm
+    gradients: Comm
+    sizes: Group
+    plan: StatePlan
+
+
+@dataclass(frozen=True, eq=False)
+class Inventory:
+    """The parts of a model that zs.shard lays out, at whatever stage and on whatever tiers.
+
+    states: id of a parameter -> plan of its optimizer states; empty if there is no optimizer. group_of: id -> its optimizer group.
+    """
+
+    units: list[UnitPlan]
+    states: dict[int, StatePlan]
+    group_of: dict[int, int]
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Config, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> Inventory:
+        """Partition a model into units. Raise ConfigError for an option that names no module of it, or no state of its optimizer."""
+        return cls(partition(model, config, specs), state_plans(config, optimizer, specs), optimizer_groups(optimizer))
+
+    def lay_out(self, config: Config, topology: Topology) -> ModelLayout:
+        """Return where all states lie on this rank. Nothing is allocated or written.
+
+        A unit's parameters are in buckets by dtype, requires_grad, whole at rest, quantized, cut along model axes, and format of
+        states. Within a bucket they are sorted by optimizer group, matrices before vectors. The fraction of the states that is
+        offloaded is spread evenly over the units.
+        """
+        sharded, whole, room = config.row.parameter is Placement.SHARDED, set(), config.model_persistence_threshold
+        for spec in sorted((spec for unit in self.units for spec in unit.specs), key=lambda spec: spec.number):
+            numel = math.prod(spec.shape)  # small parameters stay whole at rest, the model's first ones while there is room
+            if sharded and numel <= min(config.param_persistence_threshold, room):
+                whole.add(spec)
+                room -= numel
+        units: list[list[GroupLayout]] = []
+        stepped_numel = offloaded_numel = 0
+        for unit in self.units:
+            buckets: dict[tuple, list[ParamSpec]] = {}
+            for spec in unit.specs:
+                packs = topology.of(spec.distribution).packs(spec.name, len(spec.shape))
+                axes = spec.distribution.axes if spec.distribution is not None else ()
+                states = self.states.get(id(spec.original), StatePlan())
+                key = (packs, spec in whole, spec.dtype, spec.requires_grad, axes, states if states.coded else None)
+                buckets.setdefault(key, []).append(spec)
+            units.append([])
+            for (packs, at_rest, dtype, trained, *_), bucket in buckets.items():
+                bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
+                plans, own = [self.states.get(id(s.original), StatePlan()) for s in bucket], topology.of(bucket[0].distribution)
+                alignment = math.lcm(ALIGNMENT, *(column.elements for column in plans[0].columns))
+                layout = FlatLayout.build([spec.shape for spec in bucket], own.shards.world_size, alignment)
+                values, gradients = own.values_of(packs[0], layout.numel), own.gradients_of(packs[1], layout.numel)
+                sizes = Group(layout.numel, layout.shard_numel, dtype, whole=at_rest)
+                if trained:
+                    offload, numel = config.offload_optimizer, layout.shard_numel
+                    stepped_numel += numel
+                    if offload.tier is Tier.DEVICE or offloaded_numel + numel / 2 > offload.ratio * stepped_numel:
+                        offload = Offload()
+                    else:
+                        offloaded_numel += numel
+                    tier = config.offload_param.tier if sharded and not at_rest else Tier.DEVICE
+                    # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
+                    rounded = (at_rest or not sharded) and values is not own.shards
+                    master = _master_dtype(config, dtype, tier, offload.tier, topology.control.streams.separate_host, rounded)
+                    gradient = dtype if dtype == torch.float64 else config.gradient_dtype
+                    columns, unpadded = max((plan.columns for plan in plans), key=len), round_up(layout.slots[-1].stop, alignment)
+                    sizes = Group(layout.numel, numel, dtype, gradient, offload, master, columns, at_rest, unpadded)
+                plan = plans[0] if trained else StatePlan()  # a frozen group has no gradient, masters or states
+                units[-1].append(GroupLayout(bucket, layout, own, values, gradients, sizes, plan))
+        return ModelLayout(self, config, topology, units)
+
+
+def _master_dtype(
+    config: Config, dtype: torch.dtype, values: Tier, states: Tier, separate: bool, rounded: bool
+) -> torch.dtype | None:  # fmt: skip
+    """Return the dtype of a group's masters (int16: split), or None. values, states: tiers. rounded: values at rest are not exact."""
+    if config.master_weights and dtype in (torch.bfloat16, torch.float16):
+        return torch.int16 if config.master_weights == "split" and dtype == torch.bfloat16 else torch.float32
+    # masters are needed where the step can not reach the values, or runs beside forward and backward (a delayed update)
+    steps_on_host = states is not Tier.DEVICE
+    away = (separate and values is Tier.DEVICE) if steps_on_host else rests_away(values, separate)
+    return dtype if away or rounded or (steps_on_host and config.delayed_update is not None) else None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelLayout:
+    """Layout of a model on this rank, with one configuration. units: the groups of each unit of the inventory."""
+
+    inventory: Inventory
+    config: Config
+    topology: Topology
+    units: list[list[GroupLayout]]
+
+    @property
+    def groups(self) -> list[GroupLayout]:
+        """The groups of all units."""
+        return [group for groups in self.units for group in groups]
+
+    @property
+    def separate(self) -> bool:
+        """True if the device has a memory of its own."""
+        return self.topology.control.streams.separate_host
+
+    def buffers(self) -> list[tuple[Topology, Buffers]]:
+        """Return, for each topology, the sizes of the buffers of the groups that are sharded over its ranks; the model's comes first."""
+        divided = [] if self.topology.divided is None else [self.topology.divided]
+        members = [(each, [group.sizes for group in self.groups if group.topology is each]) for each in (self.topology, *divided)]
+        return [(topology, Buffers.of(self.config, self.separate, groups)) for topology, groups in members]
+
+    def needs(self) -> dict[Place, int]:
+        """Return the bytes that this rank will hold, without gathered units."""
+        groups = [(group, (group.sizes.shard_numel, group.sizes.dtype)) for group in self.groups]
+        found = needs(self.config, self.separate, [group.sizes for group, _ in groups])
+        if not self.inventory.states:  # no optimizer: gradients on the device take no memory before the first backward
+            found.pop((GRADIENTS, Tier.DEVICE, None), None)
+        # secondary shards, partial sums between hops, quantized buffers, and quantization errors that are kept
+        values = [(group.values, shard) for group, shard in groups]
+        trained = [(group.gradients, shard) for group, shard in groups if group.sizes.gradient is not None]
+        beside = needed(values, [(comm, (numel, self.config.sent_dtype(dtype))) for comm, (numel, dtype) in trained])
+        found[BUFFERS, Tier.DEVICE, None] = beside + sum(sizes.device_nbytes for _, sizes in self.buffers())
+        return found
+
+    def held(self) -> dict[Place, int]:
+        """Return the bytes that this rank will hold, gathered units included."""
+        found, config, shards = self.needs(), self.config, self.topology.shards
+        away = rests_away(config.offload_param.tier, self.separate)
+        mapped = shards.copies and config.map_shared and not away
+        if config.row.parameter is Placement.SHARDED and shards.world_size > 1 and not mapped:
+            sizes = [[group.sizes for group in groups if not group.sizes.whole] for groups in self.units]
+            numbered = zip(self.inventory.units, sizes, strict=True)
+            nbytes = {unit.name: sum(each.numel * each.dtype.itemsize for each in groups) for unit, groups in numbered}
+            order, limit = [name for name in nbytes if name != ROOT], config.prefetch_limit_nbytes
+            found[GATHERED, Tier.DEVICE, None] = nbytes.get(ROOT, 0) + most_gathered(order, nbytes, limit and (not away) * limit)
+        return found
+
+    def farther(self, on_host: set[Tier]) -> Iterator[tuple[dict[str, object], dict[str, int]]]:
+        """Yield the options that lead to higher stages and further tiers, with what a rank would hold of the host's memory then."""
+        for options in self.config.farther():
+            try:
+                config = replace(self.config, offload_path=self.config.offload_path or ".", **options)
+            except ConfigError:  # it conflicts with another option
+                continue
+            yield options, Need.of(self.inventory.lay_out(config, self.topology).needs(), on_host, 0, []).parts
+
+    def exceptions(self) -> Iterator[str]:
+        """Yield, for the report, what is exempt from quantization, and the parameters that stay whole though others are sharded."""
+        groups, weights, sent = self.groups, self.topology.weights, self.topology.sent
+        packed = [each for each in groups if weights is not None and each.values is not each.topology.values]
+        trained = [each for each in groups if sent is not None and each.sizes.gradient is not None]
+        reduced = [each for each in trained if each.gradients is not each.topology.gradients]
+        for what, plain in (("parameters", packed), ("gradients", reduced)):
+            if plain:
+                names = [spec.name for group in plain for spec in group.specs]
+                numel = sum(group.layout.true_numel for group in plain)
+                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                yield f"{what} of {len(names)} parameters ({numel:,} elements) sent unquantized: {shown}"
+        whole = [slot.numel for group in groups if group.sizes.whole for slot in group.layout.slots]
+        if whole:
+            yield (
+                f"{len(whole)} of {sum(len(group.specs) for group in groups)} parameters ({sum(whole):,} elements) stay whole on every rank: "
+                f"they have at most param_persistence_threshold={self.config.param_persistence_threshold:,} elements"
+            )
+
+
+def open_tiers(config: Config, comm: DirectComm, ledger: Ledger) -> Tiers:
     """Make the tiers of a model; raise on all ranks if a folder on disk can not be used (collective). No check of free space.
 
     From now on the host's allocator keeps freed memory or, if even parameters rest on disk, returns it to the system.
@@ -114,52 +287,56 @@ def open_tiers(
         keep_freed_memory(large=False)
     elif config.keep_host_memory and comm.device.type == "cpu":
         keep_freed_memory()
-    tiers = Tiers(comm, ledger)
-    tiers.state_plans = state_plans(config, optimizer, specs)
-    if not comm.imagined:  # the host's memory that parameters and states take until their values are in the buffers
-        values: list[Any] = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
-        states = optimizer.state.values() if optimizer is not None else ()
-        values += [value for entries in states for value in entries.values() if type(value) is Tensor]
-        on_host = [value for value in values if value is not None and value.device.type == "cpu"]
-        tiers.released_nbytes = sum(value.nbytes for value in on_host)
-    offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
-    problem: Exception | None = None
-    try:
+    tiers, offloads = Tiers(comm, ledger), (config.offload_param, config.offload_gradient, config.offload_optimizer)
+
+    def open_folders() -> None:
         for offload in offloads:
             tiers.open_folder(offload)
-    except (ConfigError, OSError) as error:
-        problem = error
+
     if any(offload.tier is Tier.DISK for offload in offloads):
         try:
-            _agree_on(problem, tiers, "zs.shard: offload folders")
+            _agree(open_folders, tiers, "zs.shard: offload folders")
         except BaseException:
             tiers.close()
             raise
     return tiers
 
 
-def _agree_on(problem: Exception | None, tiers: Tiers, label: str) -> None:
-    """Raise the first rank's problem on every rank (collective)."""
-    everyone = exchange_values(tiers.comm, problem, label)
-    found = next((error for error in everyone if error is not None), None)
+def _agree(attempt: Callable[[], object], tiers: Tiers, label: str) -> None:
+    """Call a function that uses disks, and raise the error of the first rank where it failed on every rank (collective)."""
+    problem: Exception | None = None
+    try:
+        attempt()
+    except (ConfigError, OSError, OffloadIOError) as error:
+        problem = error
+    found = next((error for error in exchange_values(tiers.comm, problem, label) if error is not None), None)
     if found is not None:
         raise found
 
 
+def _given_back(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of host memory that parameters and states take until their values are in the buffers."""
+    values: list[Any] = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
+    states = optimizer.state.values() if optimizer is not None else ()
+    values += [value for entries in states for value in entries.values() if type(value) is Tensor]
+    return sum(value.nbytes for value in values if value is not None and value.device.type == "cpu")
+
+
 def check_room(
     config: Config, tiers: Tiers, find: Callable[[], dict[Place, int]], what: str,
-    changes: Callable[[set[Tier]], Iterable[tuple[dict[str, object], dict[str, int]]]] = lambda on_host: (),
+    changes: Callable[[set[Tier]], Iterable[tuple[dict[str, object], dict[str, int]]]] = lambda on_host: (), given_back: int = 0,
 ) -> None:  # fmt: skip
     """Raise, on every rank, HostMemoryError or SwapError if the ranks of some host have too little memory or disk (collective).
 
     find: returns the bytes that this rank will hold beside what it holds now. changes: returns, for the tiers that are in the
-    host's memory, options under which it would hold less, as `estimate.shortage` takes them.
+    host's memory, options under which it would hold less, as `estimate.shortage` takes them. given_back: bytes of the host's memory
+    that this rank holds now, and will not then.
     """
     comm, offloads = tiers.comm, (config.offload_param, config.offload_gradient, config.offload_optimizer)
     if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
         return
     on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
-    mine = Need.of(find(), on_host, tiers.released_nbytes, limits())
+    mine = Need.of(find(), on_host, given_back, limits())
     everyone = [Need.told(*other) for other in exchange_values(comm, astuple(mine), f"{what}: memory")]
     text = shortage(everyone, changes(on_host))
     if text is not None:
@@ -171,119 +348,30 @@ def check_room(
 def check_disk(tiers: Tiers, mine: dict[str, int], what: str) -> None:
     """Raise, on every rank, SwapError if a disk of some host is too small for its ranks (collective). mine: bytes by folder."""
     everyone = exchange_values(tiers.comm, (host_identity(), mine), f"{what}: space on disks")
-    problem: Exception | None = None
-    try:
-        tiers.check_space(mine, [theirs for host, theirs in everyone if host == host_identity()])
-    except (ConfigError, OSError, OffloadIOError) as error:
-        problem = error
-    _agree_on(problem, tiers, f"{what}: do they have room")
+    same = [theirs for host, theirs in everyone if host == host_identity()]
+    _agree(lambda: tiers.check_space(mine, same), tiers, f"{what}: do they have room")
 
 
 class Builder:
-    """Builds the units of one model."""
+    """Builds the units of one model as its layout says."""
 
-    def __init__(self, config: Config, topology: Topology, tiers: Tiers, group_of: dict[int, int], serial: int) -> None:
-        """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: number of this model."""
-        self.config, self.topology, self.tiers, self.group_of = config, topology, tiers, group_of
-        self.comm = topology.shards
+    def __init__(self, runtime: Runtime, layout: ModelLayout, serial: int) -> None:
+        """serial: number of this model."""
+        self.runtime, self.layout, self.config, self.tiers = runtime, layout, layout.config, runtime.tiers
         # of each topology, and of experts apart: the buffers from which gradients are sent, and shards that rest elsewhere
         self.pools: dict[int, tuple[StagingPool, StagingPool | None]] = {}
         self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
-        self._sharded = config.row.parameter is Placement.SHARDED
-        # id of a trainable bucket's first spec -> dtype of gradients at rest, tier of masters and states, dtype of masters
-        # (int16: split) or None
-        self._states: dict[int, tuple[torch.dtype, Offload, torch.dtype | None]] = {}
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
-    def _lay_out(self, plans: list[UnitPlan]) -> list[list[Pair]]:
-        """Return the buckets and layouts of each unit; plan the states of the trainable ones.
-
-        A unit's parameters are in buckets by dtype, requires_grad, whole at rest, quantized, cut along model axes, and format of
-        states. Within a bucket they are sorted by optimizer group, matrices before vectors.
-        """
-        config, room = self.config, self.config.model_persistence_threshold
-        for spec in sorted((spec for plan in plans for spec in plan.specs), key=lambda spec: spec.number):
-            numel = math.prod(spec.shape)  # small parameters stay whole at rest, the model's first ones while there is room
-            spec.whole = self._sharded and numel <= min(config.param_persistence_threshold, room)
-            room -= numel * spec.whole
-        plans_of = self.tiers.state_plans
-        units: list[list[Pair]] = []
-        for plan in plans:
-            buckets: dict[tuple, list[ParamSpec]] = {}
-            for spec in plan.specs:
-                packs = self.topology.of(spec.distribution).packs(spec.name, len(spec.shape))
-                axes = spec.distribution.axes if spec.distribution is not None else ()
-                states = plans_of.get(id(spec.original), StatePlan())
-                key = (str(spec.dtype), spec.requires_grad, spec.whole, packs, axes, states if states.coded else None)
-                buckets.setdefault(key, []).append(spec)
-            units.append([])
-            for bucket in buckets.values():
-                bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
-                columns = plans_of.get(id(bucket[0].original), StatePlan()).columns
-                alignment = math.lcm(ALIGNMENT, *(column.elements for column in columns))
-                ranks = self.topology.of(bucket[0].distribution).shards.world_size
-                layout = FlatLayout.build([spec.shape for spec in bucket], ranks, alignment)
-                units[-1].append((bucket, layout))
-        self._plan_states([pair for unit in units for pair in unit if pair[0][0].requires_grad])
-        return units
-
-    def _plan_states(self, trainable: list[Pair]) -> None:
-        """Set `_states`. The fraction of the states that is offloaded is spread evenly over the units."""
-        config, self._states = self.config, {}
-        stepped_numel = offloaded_numel = 0
-        for bucket, layout in trainable:
-            spec, offload, numel = bucket[0], config.offload_optimizer, layout.shard_numel
-            stepped_numel += numel
-            if offload.tier is Tier.DEVICE or offloaded_numel + numel / 2 > offload.ratio * stepped_numel:
-                offload = Offload()
-            else:
-                offloaded_numel += numel
-            sharded = self._sharded and not spec.whole
-            values = config.offload_param if sharded else Offload()
-            low = config.master_weights and spec.dtype in (torch.bfloat16, torch.float16)
-            steps_on_host = offload.tier is not Tier.DEVICE
-            # masters are needed where the step can not reach the values, or runs beside forward and backward (a delayed update)
-            separate = self.tiers.separate
-            away = (separate and values.tier is Tier.DEVICE) if steps_on_host else rests_away(values.tier, separate)
-            # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
-            comm = self.topology.of(spec.distribution).shards
-            rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not comm
-            needed_anyway = away or rounded or (steps_on_host and config.delayed_update is not None)
-            gradient_dtype = spec.dtype if spec.dtype == torch.float64 else config.gradient_dtype
-            split = low and config.master_weights == "split" and spec.dtype == torch.bfloat16
-            master = torch.int16 if split else torch.float32 if low else spec.dtype if needed_anyway else None
-            self._states[id(spec)] = gradient_dtype, offload, master
-
-    def needs(self, plans: list[UnitPlan]) -> dict[Place, int]:
-        """Return the bytes that this rank would hold, gathered units included. Nothing is allocated, and `build` may follow."""
-        units, away = self._lay_out(plans), rests_away(self.config.offload_param.tier, self.tiers.separate)
-        found = self._needs([pair for unit in units for pair in unit])
-        mapped = self.comm.copies and self.config.map_shared and not away
-        if self._sharded and self.comm.world_size > 1 and not mapped:
-            nbytes = {
-                plan.name: sum(layout.numel * bucket[0].dtype.itemsize for bucket, layout in unit if not bucket[0].whole)
-                for plan, unit in zip(plans, units, strict=True)
-            }
-            order, limit = [name for name in nbytes if name != ROOT], self.config.prefetch_limit_nbytes
-            found[GATHERED, Tier.DEVICE, None] = nbytes.get(ROOT, 0) + most_gathered(order, nbytes, limit and (not away) * limit)
-        return found
-
-    def build(self, plans: list[UnitPlan]) -> list[Unit]:
+    def build(self) -> list[Unit]:
         """Build all units, with the parameters' present values in their buffers (collective)."""
-        laid_out, tiers, ledger = self._lay_out(plans), self.tiers, self.tiers.ledger
-        pairs = [pair for unit in laid_out for pair in unit]
-        try:
-            check_room(self.config, tiers, lambda: self._needs(pairs), "zs.shard", lambda on_host: self._farther(plans, on_host))
-        except BaseException:
-            tiers.close()
-            raise
-        sizes = Buffers.of(self.config, tiers.separate, [self._group_need(*pair) for pair in pairs])
-        for topology, members in self._by_topology(pairs):
-            own = Buffers.of(self.config, tiers.separate, [self._group_need(*pair) for pair in members])
+        layout, tiers, ledger = self.layout, self.tiers, self.tiers.ledger
+        for topology, own in layout.buffers():
             sent = StagingPool(topology.shards, ledger, *own.sent)
             fetched = None if own.fetched is None else StagingPool(topology.shards, ledger, *own.fetched)
             self.pools[id(topology)] = sent, fetched
             tiers.pools += [sent] if fetched is None else [sent, fetched]
+        sizes = Buffers.of(self.config, tiers.separate, [group.sizes for group in layout.groups])
         if sizes.fetched is not None and tiers.separate:  # buffers of constant size for shards that pass between tiers
             nbytes, count, _ = sizes.fetched
             tiers.slots = BufferPool(ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
@@ -291,128 +379,47 @@ class Builder:
         if nbytes:
             tiers.landings = BufferPool(ledger, count, nbytes, tiers.device_buffer, Tier.DEVICE)
             tiers.arrivals = BufferPool(ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
-        units = []
-        for number, (plan, unit) in enumerate(zip(plans, laid_out, strict=True)):
-            groups = [self._group(plan, bucket, layout) for bucket, layout in unit]
-            units.append(Unit(plan.name, plan.modules, groups, number))
-        self.topology.open()
-        self._note_exceptions([group for unit in units for group in unit.groups])
+        laid_out = enumerate(zip(layout.inventory.units, layout.units, strict=True))
+        units = [Unit(self.runtime, plan.name, plan.modules, number, groups, self._group) for number, (plan, groups) in laid_out]
+        layout.topology.open()
+        layout.topology.notes.extend(layout.exceptions())
         return units
 
-    def _by_topology(self, pairs: list[Pair]) -> list[tuple[Topology, list[Pair]]]:
-        """Return each topology with the buckets that are sharded over its ranks; the model's own comes first."""
-        topologies = [self.topology, *([] if self.topology.divided is None else [self.topology.divided])]
-        return [(each, [pair for pair in pairs if self.topology.of(pair[0][0].distribution) is each]) for each in topologies]
-
-    def _note_exceptions(self, groups: list[ParamGroup]) -> None:
-        """Note, for the report, what is exempt from quantization, and the parameters that stay whole though others are sharded."""
-        topology = self.topology
-        packed = [group for group in groups if topology.weights is not None and group.values.comm is not group.topology.values]
-        sent = [group for group in groups if group.grads is not None and topology.sent is not None]
-        sent = [group for group in sent if group.gradients.comm is not group.topology.gradients]
-        for what, plain in (("parameters", packed), ("gradients", sent)):
-            if plain:
-                names = [spec.name for group in plain for spec in group.specs]
-                numel = sum(group.layout.true_numel for group in plain)
-                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                topology.notes.append(f"{what} of {len(names)} parameters ({numel:,} elements) sent unquantized: {shown}")
-        specs = [spec for group in groups for spec in group.specs]
-        whole = [math.prod(spec.shape) for spec in specs if spec.whole]
-        if whole:
-            topology.notes.append(
-                f"{len(whole)} of {len(specs)} parameters ({sum(whole):,} elements) stay whole on every rank: they have at most "
-                f"param_persistence_threshold={self.config.param_persistence_threshold:,} elements"
-            )
-
-    def _farther(self, plans: list[UnitPlan], on_host: set[Tier]) -> Iterator[tuple[dict[str, object], dict[str, int]]]:
-        """Yield the options that lead to higher stages and further tiers, with what a rank would hold of the host's memory then."""
-        for options in self.config.farther():
-            try:
-                config = replace(self.config, offload_path=self.config.offload_path or ".", **options)
-            except ConfigError:  # it conflicts with another option
-                continue
-            other = Builder(config, self.topology, self.tiers, self.group_of, 0)
-            found = other._needs([pair for unit in other._lay_out(plans) for pair in unit])
-            yield options, Need.of(found, on_host, 0, []).parts
-
-    def _needs(self, pairs: list[Pair]) -> dict[Place, int]:
-        """Return the bytes that this rank will hold, without gathered units."""
-        found = needs(self.config, self.tiers.separate, [self._group_need(bucket, layout) for bucket, layout in pairs])
-        own = [
-            needs(self.config, self.tiers.separate, [self._group_need(*each) for each in some])
-            for _, some in self._by_topology(pairs)
-        ]
-        found[BUFFERS, Tier.DEVICE, None] = sum(each[BUFFERS, Tier.DEVICE, None] for each in own)  # pools of their own
-        if not self.tiers.state_plans:  # no optimizer: gradients on the device take no memory before the first backward
-            found.pop((GRADIENTS, Tier.DEVICE, None), None)
-        # secondary shards, partial sums between hops, quantized buffers, and quantization errors that are kept
-        values, slices = [], []
-        for (spec, *_), layout in pairs:
-            values.append((self._values_comm(spec, layout), (layout.shard_numel, spec.dtype)))
-            if spec.requires_grad:
-                reserved = layout.shard_numel, self.config.sent_dtype(spec.dtype)
-                slices.append((self._grads_comm(spec, layout), reserved))
-        found[BUFFERS, Tier.DEVICE, None] += needed(values, slices)
-        return found
-
-    def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
-        plans = [self.tiers.state_plans.get(id(spec.original), StatePlan()) for spec in bucket]
-        dtype, columns = bucket[0].dtype, [plan.columns for plan in plans]
-        if not bucket[0].requires_grad:  # frozen: no gradient, masters or states
-            return Group(layout.numel, layout.shard_numel, dtype, whole=bucket[0].whole)
-        states, unpadded = self._states[id(bucket[0])], round_up(layout.slots[-1].stop, layout.alignment)
-        return Group(layout.numel, layout.shard_numel, dtype, *states, max(columns, key=len), bucket[0].whole, unpadded)
-
-    def _group(self, plan: UnitPlan, bucket: list[ParamSpec], layout: FlatLayout) -> ParamGroup:
-        config, dtype = self.config, bucket[0].dtype
-        label, topology = f"{plan.name} ({dtype})", self.topology.of(bucket[0].distribution)
+    def _group(self, unit: Unit, given: GroupLayout) -> ParamGroup:
+        config, sizes, layout = self.config, given.sizes, given.layout
+        label, (sent, fetched) = f"{unit.name} ({sizes.dtype})", self.pools[id(given.topology)]
         self.tag += 1
         values = ParameterBuffer(
-            layout, dtype, config, self._values_comm(bucket[0], layout), self.tiers, self.tag, f"gather {label}",
-            self._sharded and not bucket[0].whole, self.pools[id(topology)][1],
+            layout, sizes.dtype, config, given.values, self.tiers, self.tag, f"gather {label}",
+            config.row.parameter is Placement.SHARDED and not sizes.whole, fetched,
         )  # fmt: skip
-        grads = None
-        if bucket[0].requires_grad:
+        grads: GradientBuffer | None = None
+        masters: Rest | None = None
+        if sizes.gradient is not None:
             self.tag += 1
-            gradient_dtype, offload, master_dtype = self._states[id(bucket[0])]
-            comm = self._grads_comm(bucket[0], layout)
-            comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
+            given.gradients.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
-                layout, gradient_dtype, config.sent_dtype(dtype), config, comm, self.pools[id(topology)][0], self.tiers,
-                self.tag, f"reduce {label}", topology.summed,
+                layout, sizes.gradient, config.sent_dtype(sizes.dtype), config, given.gradients, sent, self.tiers, self.tag,
+                f"reduce {label}", given.topology.summed,
             )  # fmt: skip
-        group = ParamGroup(bucket, layout, topology, values, grads)
-        group.masters.whole = config.row.optimizer is Placement.REPLICATED
+        if sizes.master is not None:
+            whole = config.row.optimizer is Placement.REPLICATED
+            masters = self.tiers.rest(MASTERS, sizes.states, layout.numel if whole else layout.shard_numel, sizes.master)
+            if sizes.master is torch.int16:
+                masters = SplitRest(self.tiers.over(values.full) if whole else values.rest, masters)
+        group = ParamGroup(unit, given, values, grads, masters)
         if isinstance(values.comm, CompressedGathers):
             values.comm.precise[values.number] = group.masters.precise
-        if grads is not None:
-            group.offload = offload
-            if master_dtype is not None:
-                numel = layout.numel if group.masters.whole else layout.shard_numel
-                group.masters.rest = self.tiers.rest(MASTERS, group.offload, numel, master_dtype)
-                if master_dtype is torch.int16:
-                    high = self.tiers.over(values.full) if group.masters.whole else values.rest
-                    group.masters.rest = SplitRest(high, group.masters.rest)
-            group.plan = self.tiers.state_plans.get(id(bucket[0].original), group.plan)
-        for index, spec in enumerate(bucket):
-            self._place(group, index, spec)
+        for index in range(len(group.specs)):
+            self._place(group, index)
         return group
 
-    def _values_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
-        """Return the communicator for a group's values, plain or quantizing. spec: the group's first parameter."""
-        topology = self.topology.of(spec.distribution)
-        return topology.values_of(topology.packs(spec.name, len(spec.shape))[0], layout.numel)
-
-    def _grads_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
-        """Return the communicator for a group's gradients, plain or quantizing. spec: the group's first parameter."""
-        topology = self.topology.of(spec.distribution)
-        return topology.gradients_of(topology.packs(spec.name, len(spec.shape))[1], layout.numel)
-
-    def _place(self, group: ParamGroup, index: int, spec: ParamSpec) -> None:
+    def _place(self, group: ParamGroup, index: int) -> None:
         """Copy a parameter's value into the buffers, and exchange its object for the sharded (or replicated) parameter."""
+        spec = group.specs[index]
         original = spec.original
         if not original.is_meta:
-            write_value(group, index, original)
+            _store(group, index, original)
             given = original._local if isinstance(original, ShardedTensor) else original
             if given.is_cuda:  # its memory is freed below, and may have been allocated on another stream
                 given.record_stream(torch.cuda.current_stream(given.device))
@@ -421,10 +428,10 @@ class Builder:
         fresh.__dict__.update(attributes)
         if not group.values.sharded:
             if original.is_meta or isinstance(original, ShardedTensor):
-                self._replace(spec, fresh)
+                self._replace(group, index, fresh)
             else:
                 original.data = view  # the object stays, with its hooks
-            fresh = spec.original
+            fresh = group.specs[index].original
             if type(fresh) is nn.Parameter:
                 fresh.__class__ = ReplicatedParameter
             fresh._home = group.homes[index]  # type: ignore[attr-defined]
@@ -435,9 +442,9 @@ class Builder:
             return
         facade = ShardedParameter(
             None if group.values.staged else group.homes[index].fetch(gradient=False), spec.shape, group.homes[index], original.requires_grad,
-            dtype=spec.dtype, device=self.comm.device,
+            dtype=spec.dtype, device=group.comm.device,
         )  # fmt: skip
-        old = self._replace(spec, facade)
+        old = self._replace(group, index, facade)
         if isinstance(old, ShardedTensor) or old is None or old.is_meta:
             compute = fresh
         else:
@@ -445,51 +452,54 @@ class Builder:
             compute = old
         carry_hooks(original, compute)  # after the swap, torch's hook tables are still with the user's object
         adopt(group, index, compute)
-        param = spec.original
+        param = group.specs[index].original
         param.__dict__.update(attributes)
         param._compute = compute  # type: ignore[attr-defined]
         group.params.append(param)
         group.compute.append(compute)
 
-    def _replace(self, spec: ParamSpec, new: Any) -> nn.Parameter | None:
+    def _replace(self, group: ParamGroup, index: int, new: Any) -> nn.Parameter | None:
         """Turn the user's object into `new`. Return the object that now has the old tensor, or None.
 
         Where torch can not swap (weak references, a live graph), the modules get the new object, and the old one an empty
         tensor: who still refers to the old one finds no elements, instead of freed memory.
         """
+        spec = group.specs[index]
         original = spec.original
         if swap(original, new):
             return new
         for owner, attribute in spec.owners:
             torch_compat.own_parameters(owner)[attribute] = new
-        self.replaced[id(original)] = spec.original = new
+        self.replaced[id(original)] = new
+        group.specs[index] = replace(spec, original=new)
         if not isinstance(original, ShardedTensor) and not original.is_meta:
             original.data = original.data.new_empty(0)
         return None
 
 
-def build_units(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, topology: Topology, tiers: Tiers,
-    specs: list[ParamSpec],
-) -> list[Unit]:  # fmt: skip
-    """Build the units of a model (collective).
+def build_units(runtime: Runtime, optimizer: torch.optim.Optimizer | None, layout: ModelLayout) -> list[Unit]:
+    """Build the units of a model (collective). Raise, on every rank, HostMemoryError or SwapError if its states do not fit.
 
     The model's modules, the optimizer's groups and its states refer to the sharded parameters afterwards.
     """
-    comm = topology.control
-    builder = Builder(config, topology, tiers, optimizer_groups(optimizer), comm.new_serial())
+    tiers, comm, specs = runtime.tiers, runtime.comm, {unit.name: unit.specs for unit in layout.inventory.units}
+    builder = Builder(runtime, layout, comm.new_serial())
     comm.fence_write(synchronised=True)  # peers must not read the new buffers before `fence_read`; nobody reads them yet
-    plans = partition(model, config, specs)
     try:
-        units = builder.build(plans)
+        given_back = 0 if comm.imagined else _given_back([spec for unit in specs.values() for spec in unit], optimizer)
+        try:
+            check_room(layout.config, tiers, layout.needs, "zs.shard", layout.farther, given_back)
+        except BaseException:
+            tiers.close()
+            raise
+        units = builder.build()
         comm.fence_read()  # all ranks have written their values
     except OffloadIOError as error:  # the disk is full after all, with a part of the values written: every rank must fail
         tiers.close()
         tiers.fail(error)
     except FAILURES as error:
-        tell_shortage(error, model, config, tiers.ledger, comm, "zs.shard", {plan.name: plan.specs for plan in plans})
+        tell_shortage(error, runtime.model, layout.config, tiers.ledger, comm, "zs.shard", specs)
         raise
-    tiers.released_nbytes = 0
     if optimizer is not None:
         replaced = builder.replaced
         for group in optimizer.param_groups:
@@ -500,13 +510,17 @@ def build_units(
     return units
 
 
-@torch.no_grad()
 def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
     """Write a value of parameter `index`, whole or sharded, to this rank's values and masters.
 
     A sharded value that is cut in another way is gathered first (collective).
     """
     group.begin_write()
+    _store(group, index, value)
+
+
+@torch.no_grad()
+def _store(group: ParamGroup, index: int, value: Tensor) -> None:
     home = group.homes[index]
     if isinstance(value, ShardedTensor):
         owner: Any = value._home

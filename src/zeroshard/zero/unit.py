@@ -16,24 +16,21 @@ sharded parameters. A unit is in use while a forward runs inside it (`depth`), a
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..comm.base import Collective, Comm
-from ..comm.mesh.topology import Topology
-from ..config import Offload
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..offload.storage import Rest
-from ..tensor.flat_layout import FlatLayout
 from ..tensor.released_parameter import AwayParameter, ReleasedParameter
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
-from ..tensor.state_column import StatePlan
 from ..tensor.tiled_parameter import Tile
 from ..utils import torch_compat
 from ..utils.autograd import memory_of
@@ -42,7 +39,11 @@ from ..utils.torch_compat import references
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .masters import Masters
 from .module_entries import ModuleEntries
-from .parameter import ParamHome, ParamSpec
+from .parameter import ParamHome
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+    from .shard_model import GroupLayout
 
 
 class Phase(Enum):
@@ -64,7 +65,6 @@ _ALLOWED = {
 }
 
 
-@dataclass(eq=False)
 class ParamGroup:
     """The parameters of a unit that share dtype and requires_grad: one flat buffer each for values and gradients.
 
@@ -73,29 +73,26 @@ class ParamGroup:
     active: for each parameter, whether any rank had a gradient for it since the last zero_grad (the same on every rank).
     """
 
-    specs: list[ParamSpec]
-    layout: FlatLayout
-    topology: Topology
-    values: ParameterBuffer
-    grads: GradientBuffer | None
-    offload: Offload = Offload()  # tier of masters and optimizer states
-    plan: StatePlan = field(default_factory=StatePlan)  # forms in which optimizer states rest
-    columns: dict[str, Rest] = field(default_factory=dict)  # offloaded or coded optimizer states of the shard, by name
-    averages: list[Rest] = field(default_factory=list)  # moving averages of the shard, one for each zs.ema
-    params: list[nn.Parameter] = field(default_factory=list)
-    compute: list[nn.Parameter] = field(default_factory=list)
-    homes: list[ParamHome] = field(default_factory=list)
-    active: list[bool] = field(default_factory=list)
-    masters: Masters = field(init=False)
-    runtime: Any = None  # the Runtime that owns the group
-    unit: Any = None  # the Unit that the group is a part of
-    own_references: int = 0  # number of references to the gathered memory that this library holds
-
-    def __post_init__(self) -> None:
-        self.comm: Comm = self.topology.shards
-        self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
+    def __init__(
+        self, unit: Unit, given: GroupLayout, values: ParameterBuffer, grads: GradientBuffer | None, masters: Rest | None
+    ) -> None:  # fmt: skip
+        """masters: resting place of the masters; None if the optimizer steps the values. The builder then adds `params` and `compute`."""
+        self.unit, self.runtime, self.values, self.grads = unit, unit.runtime, values, grads
+        self.specs, self.layout, self.topology = list(given.specs), given.layout, given.topology
+        self.comm: Comm = given.topology.shards
+        self.whole = given.sizes.whole  # every rank has all values at rest, at any stage
+        self.offload = given.sizes.states  # tier of masters and optimizer states
+        self.plan = given.plan  # forms in which optimizer states rest
+        self.columns: dict[str, Rest] = {}  # offloaded or coded optimizer states of the shard, by name
+        self.averages: list[Rest] = []  # moving averages of the shard, one for each zs.ema
+        self.params: list[nn.Parameter] = []
+        self.compute: list[nn.Parameter] = []
         self.active = [False] * len(self.specs)
-        self.masters = Masters(self)
+        self.own_references = 0  # number of references to the gathered memory that this library holds
+        # True on exactly one of the ranks that hold copies of the same shard: its shard enters sums over all ranks
+        self.counts = self.comm.replica == 0 and self.specs[0].counts
+        self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
+        self.masters = Masters(self, masters)
 
     @property
     def trainable(self) -> bool:
@@ -107,16 +104,10 @@ class ParamGroup:
         assert self.grads is not None, "a frozen group has no gradients"
         return self.grads
 
-    @property
-    def counts(self) -> bool:
-        """True on exactly one of the ranks that hold copies of the same shard: its shard enters sums over all ranks."""
-        return self.comm.replica == 0 and self.specs[0].counts
-
     def begin_write(self) -> None:
         """Prepare a user's write to values, masters or states: wait for readers, invalidate copies (see WriteGate)."""
-        if self.runtime is not None:
-            self.runtime.attendance.refuse("a write to a parameter or an optimizer state")
-            self.runtime.gate.before(self.unit)
+        self.runtime.attendance.refuse("a write to a parameter or an optimizer state")
+        self.runtime.gate.before(self.unit)
 
     @property
     def referred(self) -> bool:
@@ -144,8 +135,7 @@ class ParamGroup:
         return view
 
     def _begin_set(self) -> None:
-        if self.unit is not None:
-            self.unit.writes += 1
+        self.unit.writes += 1
         self.values.forget()  # a fetched copy has the old value
         self.values.outdate()  # so have copies that the communicator keeps
 
@@ -169,8 +159,7 @@ class ParamGroup:
         """Return the reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None if it has none."""
         if self.grads is None:
             return None
-        if self.runtime is not None:
-            self.runtime.moved.check("gradients")
+        self.runtime.moved.check("gradients")
         if self.grads.holds:
             raise ShardedAccessError(
                 f"{self.specs[index].name}.grad: backwards inside zs.accumulate have added to it what only this rank has. Run "
@@ -178,8 +167,7 @@ class ParamGroup:
             )
         if not self.grads.reduced or not self.active[index]:  # no backward yet, or no rank had a gradient for it
             return None
-        if self.runtime is not None:
-            self.runtime.unscale()
+        self.runtime.unscale()
         if self.grads.replicated:
             slot = self.layout.slots[index]
             return self.grads.full[slot.offset : slot.stop].view(slot.shape)
@@ -201,8 +189,7 @@ class ParamGroup:
             )
         if value is not None:
             self.refuse_gradient_write()
-        if self.runtime is not None:
-            self.runtime.unscale()
+        self.runtime.unscale()
         if value is not None and not grads.reduced:
             grads.zero()  # parameters without a gradient have values of an earlier step in the buffer
         place = grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.end)
@@ -216,15 +203,12 @@ class ParamGroup:
             grads.store(home.begin, place)
         grads.reduced = grads.reduced or value is not None
         self.active[index] = value is not None
-        if value is not None or self.runtime is None:
-            return
-        if not any(any(g.active) or (g.grads is not None and g.grads.holds) for g in self.runtime.groups):
+        if value is None and not any(any(g.active) or (g.grads is not None and g.grads.holds) for g in self.runtime.groups):
             self.runtime.forget_backwards()  # the program has set every p.grad = None: the same as zero_grad
 
     def refuse_gradient_write(self) -> None:
         """Raise ZeroshardError where ranks whose data has ended could not write their slices of the gradient."""
-        if self.runtime is not None:
-            self.runtime.attendance.refuse(f"a write to the gradient of {self.specs[0].name} or others")
+        self.runtime.attendance.refuse(f"a write to the gradient of {self.specs[0].name} or others")
 
 
 @dataclass(eq=False)
@@ -251,8 +235,14 @@ class UnitForward:
 class Unit:
     """A named set of parameter groups with the modules through which it is entered."""
 
-    def __init__(self, name: str, modules: list[nn.Module], groups: list[ParamGroup], number: int) -> None:
-        self.name, self.modules, self.groups, self.number = name, modules, groups, number
+    def __init__(
+        self, runtime: Runtime, name: str, modules: list[nn.Module], number: int, layouts: Iterable[GroupLayout],
+        make: Callable[[Unit, GroupLayout], ParamGroup],
+    ) -> None:  # fmt: skip
+        """make: makes a group of this unit, with its parameters' present values, as a layout says."""
+        self.runtime, self.name, self.modules, self.number = runtime, name, modules, number
+        self.writes = 0  # number of times that this unit's shards have been written
+        self.groups = groups = [make(self, given) for given in layouts]
         self.gathered = [group for group in groups if group.values.sharded]  # the other groups are whole at rest
         self.sharded = bool(self.gathered)
         self.phase = Phase.SHARDED if self.sharded else Phase.READY
@@ -262,7 +252,6 @@ class Unit:
         self.lent = False  # the next release must let tensors that refer to the memory keep it (`ParamGroup.part`)
         self.lends = False  # some forward of it has returned views of its memory
         self.forward: UnitForward | None = None  # the outermost forward that runs inside
-        self.writes = 0  # number of times that this unit's shards have been written
         self.entries = ModuleEntries(groups)
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in self.gathered)
         self.gathered_numel = sum(g.layout.numel for g in self.gathered)
@@ -278,8 +267,6 @@ class Unit:
         self.num_params, self._tile = len(self._here), isinstance(modules[0], Tile)
         self.expect()
         self._works: list[Collective] = []
-        for group in groups:
-            group.unit = self
         self._guarded = [
             param for group in self.gathered if not group.values.mapped for param in group.compute if type(param) is nn.Parameter
         ]
@@ -288,7 +275,7 @@ class Unit:
         def gather_for_backward() -> None:  # a backward uses a compute parameter that was kept beyond its forward
             unit = here()
             if unit is not None:
-                unit.groups[0].runtime.need(unit, unit.writes)
+                unit.runtime.need(unit, unit.writes)
 
         self._released_class = ReleasedParameter.of_unit(gather_for_backward)
         self.guard(self.phase is Phase.SHARDED)  # nothing is gathered yet
@@ -352,7 +339,7 @@ class Unit:
     def gather(self) -> None:
         """Start the all-gather (-> GATHERING); no-op if started or READY. If it raises (no memory), the unit is SHARDED again."""
         if self.phase is Phase.AWAY:
-            self.groups[0].runtime.moved.check("parameters")
+            self.runtime.moved.check("parameters")
         if self.phase not in (Phase.SHARDED, Phase.FETCHING):  # under way, or gathered
             return
         self._move(Phase.GATHERING)
@@ -391,7 +378,7 @@ class Unit:
                 group.part()
             group.values.release()
         if lent:
-            self.groups[0].runtime.saved.follow(self)  # the parted groups have other storages now
+            self.runtime.saved.follow(self)  # the parted groups have other storages now
         self._move(Phase.SHARDED)
         self.guard(True)
 

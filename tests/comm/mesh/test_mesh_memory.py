@@ -29,14 +29,14 @@ CELLS = {
 @pytest.mark.parametrize("name", CELLS)
 def test_what_was_reserved_is_what_the_ledger_holds(name, monkeypatch):
     forecast: dict[int, int] = {}
-    needs = shard_model.Builder._needs
+    needs = shard_model.ModelLayout.needs
 
-    def note(builder, pairs):
-        found = needs(builder, pairs)
-        forecast[builder.topology.control.rank] = found[BUFFERS, Tier.DEVICE, None]
+    def note(layout):
+        found = needs(layout)
+        forecast[layout.topology.control.rank] = found[BUFFERS, Tier.DEVICE, None]
         return found
 
-    monkeypatch.setattr(shard_model.Builder, "_needs", note)
+    monkeypatch.setattr(shard_model.ModelLayout, "needs", note)
     data = token_batches(2, 1, 4)
 
     def on_rank(rank, more):

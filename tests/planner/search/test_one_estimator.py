@@ -27,6 +27,7 @@ from zeroshard.planner.search.profile import Profile
 from zeroshard.planner.search.requested import layout_of
 from zeroshard.planner.search.search import search
 from zeroshard.zero import auto_stage
+from zeroshard.zero.shard_model import Inventory
 
 SMALL = ["quickstart", "--ranks", "8", "--node-size", "4", "--seq", "64", "--hardware", "a100-40gb", "--precision", "bf16"]
 LAYOUTS = {
@@ -119,7 +120,7 @@ def held_for_auto(layout, monkeypatch):
 
     def judged(config, comm, model, specs, optimizer, sample, parts):
         given = Config.build(None, **layout.options())
-        found.update(auto_stage._held(given, comm, model, specs, optimizer, parts))
+        found.update(auto_stage._held(Inventory.of(model, given, specs, optimizer), given, comm, parts))
         return given
 
     monkeypatch.setattr("zeroshard.api.choose", judged)

@@ -347,7 +347,7 @@ def _home(param: Tensor) -> ParamHome | BirthHome:
 
 def _persists(home: object) -> TypeGuard[ParamHome]:
     """Return whether a parameter of stage 3 stays whole at rest."""
-    return isinstance(home, ParamHome) and home.group.specs[home.index].whole
+    return isinstance(home, ParamHome) and home.group.whole
 
 
 def _ds_id(param: Tensor) -> int:
