@@ -55,7 +55,7 @@ class Runtime:
     ) -> None:  # fmt: skip
         """Call `build` for the units, which belong to this runtime. `comm` are the data-parallel ranks (`topology.control`)."""
         self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
-        comm = self.comm = topology.control
+        self.comm = topology.control
         self.moved = MovedStates(tiers)
         self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
         self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # made since zs.shard and not used yet (optim/late_optimizer.py)
@@ -72,18 +72,21 @@ class Runtime:
         self.lend = torch.compiler.disable(self._lend)  # so that torch.compile does not trace it inside compiled blocks
         self.compiled: list[tuple[nn.Module, Callable]] = []  # compiled calls that `attach` has wrapped; `detach` restores them
 
-        for built in (False, True):  # first without units: those that a failed `build` leaves behind have a whole runtime, too
-            units = self.units = build(self) if built else []
-            self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
-            self.schedule = Schedule([unit.name for unit in units], topology.notes)
-            self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
-            self.reductions = Reductions(units, config, comm, self.gate.read_ahead, self.attendance, self.frozen)
-            self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
-            self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
-            self.values = ValueWatch(comm, self.groups)
+        self._own([])  # a build that fails leaves groups whose runtime is whole
+        self._own(build(self))
         self.end_answering = topology.world.desk.answer_for(self)  # call it to stop answering peers that ask for its state
         self.input_dtype = input_dtype(model, config, {group.values.dtype for group in self.groups})
         self._model_watch = ModelWatch(model, self.groups)
+
+    def _own(self, units: list[Unit]) -> None:
+        """Take these units, and make the objects that gather and reduce them."""
+        self.units, self.groups = units, [group for unit in units for group in unit.groups]
+        self.schedule = Schedule([unit.name for unit in units], self.topology.notes)
+        self.attendance, self.frozen = Attendance(self.comm, units, self.account), Freezing(self.groups)
+        self.reductions = Reductions(units, self.config, self.comm, self.gate.read_ahead, self.attendance, self.frozen)
+        self.prefetcher = Prefetcher(units, self.schedule, self.config, self.comm, self.attendance.gather)
+        self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
+        self.values = ValueWatch(self.comm, self.groups)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardedAccessError(
