@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .reports.snapshot import Snapshot, snapshot_of
 from .zero.runtime import Runtime, runtime_of
 
 
@@ -20,6 +21,13 @@ class Engine:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+
+    def snapshot(self) -> Snapshot:
+        """Return what this rank holds, in bytes, what it has sent and moved so far, and what formulas need (not collective).
+
+        Raise ConfigError if the model's optimizer was made since zs.shard and is refused.
+        """
+        return snapshot_of(self._runtime)
 
 
 def engine_of(model: nn.Module) -> Engine:
