@@ -15,6 +15,7 @@ import copy
 import inspect
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,21 +25,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import api
-from ..activations.checkpoint import checkpoint_activations
 from ..activations.storage import CHECKPOINTS
 from ..activations.token_tiles import computes_loss_in_tiles, tile_loss, tile_mlps
 from ..activations.transformers_attention import find_packed
 from ..activations.ulysses import sequence_of
 from ..checkpoint.file_writer import ROTATING
 from ..checkpoint.rank_file import staging
-from ..checkpoint.saving import save
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
 from ..data.sequence import cut
 from ..errors import ConfigError, ZeroshardError, did_you_mean
-from ..parallel.parallelize import next_token_loss, parallelize
-from ..reports.report import report
+from ..parallel.parallelize import next_token_loss
+from ..public import accumulate, checkpoint_activations, close, parallelize, report, save, shard
 from ..seam import engine_of
 from ..testing import imagined_mesh
 from ..utils import torch_compat
@@ -196,7 +194,7 @@ def observe(
         model_fn if whole else None, real=True,
     )  # fmt: skip
     found = run.plan(batch, checkpointing, name or type(model).__name__, separate)
-    api.close(run.model, restore=False)
+    close(run.model, restore=False)
     return found
 
 
@@ -376,13 +374,13 @@ class _Run:
             )
         if "loss_tokens" in self.tiles:
             tile_loss(self.model, self.tiles["loss_tokens"])
-        model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm, mesh=mesh)
+        model, optimizer = shard(self.model, optimizer, config=self.config, comm=comm, mesh=mesh)
         self.model, self.optimizer, loss = model, optimizer, self.loss or (_next_token if mesh is None else _next_own_token)
 
         def step(batches: list[Any]) -> None:
             for number, batch in enumerate(batches):
                 held = self.hold and number + 1 < len(batches)
-                with api.accumulate(model) if held else contextlib.nullcontext():
+                with accumulate(model) if held else contextlib.nullcontext():
                     with self._told("forward"):
                         found = loss(model, batch)
                         if not isinstance(found, Tensor):
@@ -468,11 +466,10 @@ class _Run:
 
     def _sent(self, models: list[nn.Module]) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by axis."""
-        found = {axis: 0 for axis in (DP, SP) if axis in self.axes}
+        found = Counter({axis: 0 for axis in (DP, SP) if axis in self.axes})
         for model in models:
-            for axis, nbytes in engine_of(model).snapshot().sent_by_axis.items():
-                found[axis] = found.get(axis, 0) + nbytes
-        return found
+            found.update(engine_of(model).snapshot().sent_by_axis)
+        return dict(found)
 
 
 def _next_own_token(model: nn.Module, tokens: Tensor) -> Tensor:

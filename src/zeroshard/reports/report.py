@@ -20,19 +20,8 @@ import torch
 from torch import nn
 
 from ..config import PRECISIONS, Placement, Tier
-from ..memory.ledger import (
-    GATHERED,
-    GRADIENTS,
-    MASTERS,
-    OF_ACTIVATIONS,
-    OPTIMIZER,
-    PARAMETERS,
-    PARTIAL,
-    RESIDUALS,
-    SECONDARY,
-    STAGING,
-    Traffic,
-)  # fmt: skip
+from ..memory import ledger
+from ..memory.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Traffic
 from ..utils.state_format import StateFormat
 from ..zero.runtime import runtime_of
 from .snapshot import Link, Snapshot, snapshot_of
@@ -120,7 +109,7 @@ class Report:
         if self.theory_between_nbytes_per_step:
             measured, theory = self.measured_between_nbytes_per_step, self.theory_between_nbytes_per_step
             lines.append(f"of them between nodes: {measured:,} bytes (theory {theory:,})")
-        for kind, axis in OF_ACTIVATIONS.items():
+        for kind, axis in ledger.OF_ACTIVATIONS.items():
             if kind in self.communication:
                 nbytes = self.communication[kind].nbytes // max(self.steps, 1)
                 lines.append(f"sent along {axis} per step: {nbytes:,} bytes of activations")
@@ -135,40 +124,27 @@ class Report:
 def report(model: nn.Module) -> Report:
     """Return the report of a sharded model on this rank (not collective)."""
     snapshot = snapshot_of(runtime_of(model))
-    device, peak = snapshot.held[Tier.DEVICE], snapshot.peak
+    device = snapshot.held[Tier.DEVICE]
     elsewhere = {tier.value: {name: nbytes for name, nbytes in held.items() if nbytes}
                  for tier, held in snapshot.held.items() if tier is not Tier.DEVICE and any(held.values())}  # fmt: skip
-    states = {name: sum(held.get(name, 0) for held in snapshot.held.values()) for name in (*STATES, MASTERS)}
-    states[OPTIMIZER] += states.pop(MASTERS)
-    zero = [entry for kind, entry in snapshot.traffic.items() if kind not in OF_ACTIVATIONS]  # of model states, as the formula
-    steps = max(snapshot.steps, 1)
+    states = {name: sum(held.get(name, 0) for held in snapshot.held.values()) for name in (*STATES, ledger.MASTERS)}
+    states[OPTIMIZER] += states.pop(ledger.MASTERS)
+    zero = [
+        entry for kind, entry in snapshot.traffic.items() if kind not in ledger.OF_ACTIVATIONS
+    ]  # of model states, as the formula
     return Report(
-        stage=snapshot.config.stage,
-        world_size=snapshot.world_size,
-        rank=snapshot.rank,
-        num_parameters=sum(group.numel for group in snapshot.groups),
-        precision=snapshot.config.precision,
-        at_rest=states,
-        formula=_formula(snapshot, sharded=True),
-        ddp=_formula(snapshot, sharded=False),
-        peak={name: peak.get(name, 0) for name in (GATHERED, STAGING, PARTIAL)},
-        elsewhere=elsewhere,
-        moved={_arrow(link): nbytes for link, nbytes in snapshot.moved.items()},
-        theory_moved_per_step=_moved_per_step(snapshot),
-        communication=snapshot.traffic,
-        steps=snapshot.steps,
+        snapshot.config.stage, snapshot.world_size, snapshot.rank, sum(group.numel for group in snapshot.groups),
+        snapshot.config.precision, at_rest=states, formula=_formula(snapshot, sharded=True), ddp=_formula(snapshot, sharded=False),
+        peak={name: snapshot.peak.get(name, 0) for name in (ledger.GATHERED, ledger.STAGING, ledger.PARTIAL)}, elsewhere=elsewhere,
+        moved={_arrow(link): nbytes for link, nbytes in snapshot.moved.items()}, theory_moved_per_step=_moved_per_step(snapshot),
+        communication=snapshot.traffic, steps=snapshot.steps,
         theory_nbytes_per_step=sum(sum(group.sent) for group in snapshot.groups),
-        measured_nbytes_per_step=sum(entry.nbytes for entry in zero) // steps,
+        measured_nbytes_per_step=sum(entry.nbytes for entry in zero) // max(snapshot.steps, 1),
         theory_between_nbytes_per_step=sum(group.sent.between for group in snapshot.groups),
-        measured_between_nbytes_per_step=sum(entry.between for entry in zero) // steps,
-        secondary=device.get(SECONDARY, 0),
-        lost=device.get(RESIDUALS, 0),
-        compression_errors=snapshot.compression_errors,
-        units=len(snapshot.units),
-        numbers=_numbers(snapshot),
-        states=_resting_states(snapshot),
-        deviations=snapshot.notes,
-    )
+        measured_between_nbytes_per_step=sum(entry.between for entry in zero) // max(snapshot.steps, 1),
+        secondary=device.get(ledger.SECONDARY, 0), lost=device.get(ledger.RESIDUALS, 0), compression_errors=snapshot.compression_errors,
+        units=len(snapshot.units), numbers=_numbers(snapshot), states=_resting_states(snapshot), deviations=snapshot.notes,
+    )  # fmt: skip
 
 
 def _arrow(link: Link) -> str:
@@ -202,7 +178,7 @@ def _resting_states(snapshot: Snapshot) -> str:
         numel = sum(numel for _, numel in exempt)
         keep = f" ({len(exempt)} of {len(members)} parameters, {numel:,} elements, keep {dtypes})" if exempt else ""
         told.append(f"optimizer states {', '.join(formats)}{keep}")
-    if any(group.split for group in snapshot.groups):
+    if any(0 < group.master_nbytes < group.stepped.itemsize for group in snapshot.groups):
         told.append("masters split: bf16 parameter + 16 bits")
     return "; ".join(told)
 

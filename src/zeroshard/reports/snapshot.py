@@ -38,9 +38,8 @@ class GroupSnapshot:
         gradient: dtype in which the gradient rests, on `gradient_tier`; None: the parameters are frozen.
         stepped: dtype of the values that the optimizer steps. stepped_params: elements of each parameter that it steps.
         states_tier: the tier of masters and optimizer states.
-        master_nbytes, states_nbytes: bytes at rest of an element's master and of its optimizer states; 0 where it has none, and
-            (states) before the first step.
-        split: the masters' upper halves are the values. coded: optimizer states rest in another form than the optimizer has them.
+        master_nbytes: bytes at rest of an element's master; 0: there is none; fewer than `stepped` has: the values are its upper half.
+        states_nbytes: of its optimizer states; 0 before the first step. coded: they rest in another form than the optimizer has them.
         sent: bytes that this rank sends in a step of one backward, by formula.
         moved_by_pass: bytes for an element of the shard that a forward and a backward move between tiers, by link.
         moved_by_step: the same of optimizer.step(); before the first one with the states that it will make.
@@ -59,7 +58,6 @@ class GroupSnapshot:
     states_tier: Tier
     master_nbytes: int
     states_nbytes: float
-    split: bool
     coded: bool
     sent: Sent
     moved_by_pass: dict[Link, float]
@@ -117,25 +115,15 @@ def snapshot_of(runtime: Runtime) -> Snapshot:
         plain = float(sum(column.itemsize for column in state_tensors({tensor: entries})))
     found = {id(group): _group(group, runtime, core, plain) for group in runtime.groups}
     return Snapshot(
-        rank=runtime.comm.rank,
-        world_size=runtime.comm.world_size,
-        config=runtime.config,
-        separate=runtime.tiers.separate,
-        input_dtype=runtime.input_dtype,
-        has_optimizer=core is not None,
+        runtime.comm.rank, runtime.comm.world_size, runtime.config, runtime.tiers.separate, runtime.input_dtype, core is not None,
         steps=runtime.progress.steps,
         units=tuple((unit.name, tuple(found[id(group)] for group in unit.groups)) for unit in runtime.units),
-        host_runs=tuple(
-            (found[id(run.group)], run.numel) for run in (core.all_runs if core else ()) if run.offloaded and run.numel
-        ),
-        held=held,
-        peak=dict(ledger.peak),
-        moved=ledger.used(),
+        host_runs=tuple((found[id(run.group)], run.numel) for run in (core.all_runs if core else ()) if run.offloaded and run.numel),
+        held=held, peak=dict(ledger.peak), moved=ledger.used(),
         traffic={kind: replace(entry, units=dict(entry.units)) for kind, entry in ledger.traffic.items()},
         sent_by_axis=dict(ledger.sent_by_axis()),
-        compression_errors=dict(runtime.topology.errors.found),
-        notes=tuple(runtime.schedule.notes),
-    )
+        compression_errors=dict(runtime.topology.errors.found), notes=tuple(runtime.schedule.notes),
+    )  # fmt: skip
 
 
 def _group(group: ParamGroup, runtime: Runtime, core: OptimizerCore | None, plain: float) -> GroupSnapshot:
@@ -145,25 +133,18 @@ def _group(group: ParamGroup, runtime: Runtime, core: OptimizerCore | None, plai
     stepped = core.group_of if core is not None and steps else {}
     columns = sum(column.nbytes / column.numel for column in group.columns.values())  # 0 before the first step
     return GroupSnapshot(
-        numel=layout.true_numel,
-        aligned_numel=sum(round_up(slot.numel, layout.alignment) for slot in layout.slots),
-        shard_numel=layout.shard_numel,
-        ranks=group.comm.world_size,
-        dtype=values.dtype,
-        sharded=values.sharded,
-        gradient=None if grads is None else grads.dtype,
-        gradient_tier=Tier.DEVICE if grads is None else grads.rest.tier,
+        numel=layout.true_numel, aligned_numel=sum(round_up(slot.numel, layout.alignment) for slot in layout.slots),
+        shard_numel=layout.shard_numel, ranks=group.comm.world_size, dtype=values.dtype, sharded=values.sharded,
+        gradient=None if grads is None else grads.dtype, gradient_tier=Tier.DEVICE if grads is None else grads.rest.tier,
         stepped=masters.stepped.dtype,
         stepped_params=tuple(s.numel for p, s in zip(group.params, layout.slots, strict=True) if id(p) in stepped),
-        states_tier=group.offload.tier,
+        states_tier=group.offload.tier, coded=group.plan.coded,
         master_nbytes=0 if masters.rest is None else masters.rest.nbytes_of(1),
         states_nbytes=columns if group.columns or group.plan.coded else plain,
-        split=masters.split,
-        coded=group.plan.coded,
         sent=_sent(group, runtime.config),
         moved_by_pass=_by_link(_moves_of_pass(group, separate), separate),
         moved_by_step=_by_link(_moves_of_step(group, columns) if steps else (), separate),
-    )
+    )  # fmt: skip
 
 
 def _sent(group: ParamGroup, config: Config) -> Sent:
