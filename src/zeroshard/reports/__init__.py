@@ -1,1 +1,1 @@
-"""What a rank holds, sends and moves: the snapshot, which all outside of the engine read, and `zs.report`, which prints it."""
+"""The snapshot of a rank, which all outside of the engine read, and `zs.report`, which prints it beside the formulas."""

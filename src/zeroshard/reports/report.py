@@ -129,9 +129,8 @@ def report(model: nn.Module) -> Report:
                  for tier, held in snapshot.held.items() if tier is not Tier.DEVICE and any(held.values())}  # fmt: skip
     states = {name: sum(held.get(name, 0) for held in snapshot.held.values()) for name in (*STATES, ledger.MASTERS)}
     states[OPTIMIZER] += states.pop(ledger.MASTERS)
-    zero = [
-        entry for kind, entry in snapshot.traffic.items() if kind not in ledger.OF_ACTIVATIONS
-    ]  # of model states, as the formula
+    # of model states alone, as the formula
+    zero = [entry for kind, entry in snapshot.traffic.items() if kind not in ledger.OF_ACTIVATIONS]
     return Report(
         snapshot.config.stage, snapshot.world_size, snapshot.rank, sum(group.numel for group in snapshot.groups),
         snapshot.config.precision, at_rest=states, formula=_formula(snapshot, sharded=True), ddp=_formula(snapshot, sharded=False),
@@ -142,8 +141,9 @@ def report(model: nn.Module) -> Report:
         measured_nbytes_per_step=sum(entry.nbytes for entry in zero) // max(snapshot.steps, 1),
         theory_between_nbytes_per_step=sum(group.sent.between for group in snapshot.groups),
         measured_between_nbytes_per_step=sum(entry.between for entry in zero) // max(snapshot.steps, 1),
-        secondary=device.get(ledger.SECONDARY, 0), lost=device.get(ledger.RESIDUALS, 0), compression_errors=snapshot.compression_errors,
-        units=len(snapshot.units), numbers=_numbers(snapshot), states=_resting_states(snapshot), deviations=snapshot.notes,
+        secondary=device.get(ledger.SECONDARY, 0), lost=device.get(ledger.RESIDUALS, 0),
+        compression_errors=snapshot.compression_errors, units=len(snapshot.units), numbers=_numbers(snapshot),
+        states=_resting_states(snapshot), deviations=snapshot.notes,
     )  # fmt: skip
 
 

@@ -38,8 +38,8 @@ class GroupSnapshot:
         gradient: dtype in which the gradient rests, on `gradient_tier`; None: the parameters are frozen.
         stepped: dtype of the values that the optimizer steps. stepped_params: elements of each parameter that it steps.
         states_tier: the tier of masters and optimizer states.
-        master_nbytes: bytes at rest of an element's master; 0: there is none; fewer than `stepped` has: the values are its upper half.
-        states_nbytes: of its optimizer states; 0 before the first step. coded: they rest in another form than the optimizer has them.
+        master_nbytes: bytes at rest of an element's master; 0: it has none; fewer than of `stepped`: the values are its upper half.
+        states_nbytes: those of its optimizer states; 0 before the first step. coded: they rest in another form than stepped.
         sent: bytes that this rank sends in a step of one backward, by formula.
         moved_by_pass: bytes for an element of the shard that a forward and a backward move between tiers, by link.
         moved_by_step: the same of optimizer.step(); before the first one with the states that it will make.
@@ -109,16 +109,17 @@ def snapshot_of(runtime: Runtime) -> Snapshot:
     ledger = runtime.tiers.ledger
     held = {tier: dict(now) for tier, now in ((Tier.DEVICE, ledger.now), *ledger.elsewhere.items())}
     optimizer = runtime.optimizer  # one that was made since zs.shard is taken over here
-    core: OptimizerCore | None = optimizer and optimizer.core
+    core: OptimizerCore | None = None if optimizer is None else optimizer.core
     plain = 0.0  # bytes for an element of states that the inner optimizer keeps itself, from those that exist
     for tensor, entries in list(core.inner.state.items())[:1] if core is not None else ():
         plain = float(sum(column.itemsize for column in state_tensors({tensor: entries})))
+    runs = [run for run in core.all_runs if run.offloaded and run.numel] if core is not None else []
     found = {id(group): _group(group, runtime, core, plain) for group in runtime.groups}
     return Snapshot(
         runtime.comm.rank, runtime.comm.world_size, runtime.config, runtime.tiers.separate, runtime.input_dtype, core is not None,
         steps=runtime.progress.steps,
         units=tuple((unit.name, tuple(found[id(group)] for group in unit.groups)) for unit in runtime.units),
-        host_runs=tuple((found[id(run.group)], run.numel) for run in (core.all_runs if core else ()) if run.offloaded and run.numel),
+        host_runs=tuple((found[id(run.group)], run.numel) for run in runs),
         held=held, peak=dict(ledger.peak), moved=ledger.used(),
         traffic={kind: replace(entry, units=dict(entry.units)) for kind, entry in ledger.traffic.items()},
         sent_by_axis=dict(ledger.sent_by_axis()),

@@ -6,8 +6,8 @@
 The search excludes layouts that cannot be fast by these sums. Published runs of systems other than this library are timed by them
 (benchmarks/papers). The seconds of a step of this library are those of a dry run, in the runtime's own order (`Request.simulated`).
 
-Words, from profile.py: a *layer* is a part of the model that a forward computes; its *bucket* has its parameters, and is gathered and
-reduced at once. Several layers may have one bucket (tied weights, norms outside of blocks); a forward comes to it once for each, a
+Words, from profile.py: a *layer* is a part of the model that a forward computes; its *bucket* has its parameters, gathered and reduced
+together. Several layers may have one bucket (tied weights, norms outside of blocks); a forward comes to it once for each, a
 *visit*.
 """
 
@@ -177,7 +177,7 @@ def _sent(profile: Profile, layout: Layout, stage: int) -> tuple[tuple[Part, ...
 
 @functools.lru_cache(maxsize=256)
 def _alike(profile: Profile, pp: int, stage: int, ep: int) -> tuple[dict[LayerProfile, int], list[tuple[Bucket, int, int]]]:
-    """Return the distinct layers of a stage with their counts; and (bucket, count, visits of a forward to it) of its distinct buckets."""
+    """Return the distinct layers of a stage with their counts; and its distinct buckets: (bucket, count, visits of a forward)."""
     layers = profile.stages(pp)[stage]
     visits = Counter(layer.bucket or layer.name for layer in layers)
     names = (ROOT, profile.tied)  # others may be alike
@@ -352,7 +352,7 @@ class _Sharding:
             self.once.append((Task("sum tied", "step", {_to_stages(lay): numel * 4}, axis=PP, peers=2), 1))
 
     def _gather(self, sizes: Sizes, times: int, visits: int, more: Mapping[str, Any]) -> None:
-        """Add the gathers of a bucket: one for each visit of a forward, and one in backward, in which it stays gathered between visits."""
+        """Add the gathers of a bucket: one for each visit of a forward, and one in backward, which keeps it gathered between visits."""
         lay = self.layout
         if self.row.parameter is not Placement.SHARDED or (sizes.ranks == 1 and lay.parameter is Tier.DEVICE):
             return

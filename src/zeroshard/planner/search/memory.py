@@ -69,11 +69,11 @@ def _states_of(profile: Profile, layout: Layout, stage: int) -> tuple[dict[Tier,
     layers = profile.stages(layout.pp)[stage]
     held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
     buckets = buckets_of(layers, layout.max_unit_numel, layout.ep)
-    # elements of each buffer's shard and of the buffer without padding, and whether states are coded; once for buckets that are alike
+    # elements of each buffer's shard and of the buffer without padding, whether states are coded; once for all alike
     alike = {(bucket.cut, bucket.whole, bucket.matrices, bucket.divided): bucket for bucket in buckets}
     shards = {
-        key: (bucket.shards(layout.tp, layout.shards(bucket.divided), form), bucket.shards(layout.tp, 1, form), bucket.buffers(layout.tp, form))
-        for key, bucket in alike.items()
+        key: (each.shards(layout.tp, layout.shards(each.divided), form), each.shards(layout.tp, 1, form), each.buffers(layout.tp, form))
+        for key, each in alike.items()
     }  # fmt: skip
     groups: tuple[list[Group], list[Group]] = ([], [])  # by Bucket.divided
     gathers, reduces = [], []

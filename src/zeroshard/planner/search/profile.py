@@ -127,7 +127,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are gathered and reduced together, as zs.shard will cut them. origin: of a part, the name of the split bucket.
+    """Parameters that are gathered and reduced together, as zs.shard's units. origin: of a part, the name of the split bucket.
 
     matrices: those of `cut`, and of `whole`, whose optimizer states may rest coded. divided: the parameters of a bucket that ep
     divides, with a rank's own elements: they have flat buffers, and Comms, of their own.
@@ -256,7 +256,7 @@ class Profile:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # a profile lives as long as a search
     def over(self, ep: int) -> Profile:
-        """Return the profile of a rank's part along ep: layers of the root that are large beside its blocks are buckets of their own."""
+        """Return the profile of a rank's part along ep: layers of the root that are large beside its blocks have own buckets."""
         if ep == 1 or not self.experts:
             return self
         block = max(layer.numel - sum(layer.experts) * (ep - 1) // ep for layer in self.blocks)
