@@ -33,7 +33,7 @@ LAYERS = (
     ("zero",),  # units, gather and reduce, hooks, runtime
     ("activations",),  # checkpointing, partitioning, offload, tiling
     ("optim",),
-    ("report", "state"),  # ring 1: what a snapshot is made of, slices of states by name
+    ("reports", "state"),  # ring 1: what a snapshot is made of, slices of states by name
     ("seam",),  # what all that follows uses of the engine
     ("checkpoint", "data"),
     ("api",),

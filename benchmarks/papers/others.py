@@ -60,7 +60,7 @@ def tflops(row: Row) -> float:
         precision="fp16" if "v100" in row["device"] else "bf16", node_size=min(gpus, hardware.devices_per_node),
         gradient_itemsize=2, prefetch_nbytes=8 << 30, stops_early=False, hops="one", rings=True,
     )  # fmt: skip
-    blocks = sum(unit.flops for unit in profile.blocks)
+    blocks = sum(layer.flops for layer in profile.blocks)
     ways = {"8P": 8 * profile.numel, "repeated": 4 * blocks + 3 * (profile.flops - blocks), "model": 3 * profile.flops}
     reduced = REDUCED if row["kernels"] == "eager" and row["beside"] == "no" else 1.0
     loads = [as_published(load, reduced=reduced) for load in loads_of(profile, layout)]

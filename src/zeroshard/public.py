@@ -58,6 +58,7 @@ from .optim.offload_states import offload_states, reload_states
 from .optim.parameter_access import gradient_of, state_of, value_of
 from .optim.sharded_optimizer import StepRecord
 from .optim.whole_matrix import whole_matrix
+from .reports.report import Report, report
 from .utils.compression import Compression
 from .utils.state_format import StateFormat
 from .utils.version import __version__
@@ -81,7 +82,6 @@ if TYPE_CHECKING:
     from .parallel.styles import styles_for as styles_for
     from .planner.dry_run import plan as plan
     from .planner.measure.forecast import Forecast, forecast
-    from .planner.measure.report import Report, report
     from .planner.plan import Plan as Plan
 
 _LATER = {  # what takes a second to import, by name: where it is
@@ -90,7 +90,7 @@ _LATER = {  # what takes a second to import, by name: where it is
     "Experts": ".parallel.experts", "divide_experts": ".parallel.experts", "expert_imbalance": ".parallel.experts",
     "long_context": ".parallel.long_context",
     "tensor_parallel": ".parallel.tensor_parallel", "plan": ".planner.dry_run", "Plan": ".planner.plan",
-    "Forecast": ".planner.measure.forecast", "forecast": ".planner.measure.forecast", "Report": ".planner.measure.report", "report": ".planner.measure.report",
+    "Forecast": ".planner.measure.forecast", "forecast": ".planner.measure.forecast",
 }  # fmt: skip
 
 if not TYPE_CHECKING:

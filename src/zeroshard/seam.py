@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .comm.base import DirectComm
 from .memory.ledger import Observer as Observer
+from .reports.snapshot import Snapshot, snapshot_of
 from .zero import verbs
 from .zero.mixed_precision import LossScaler
 from .zero.runtime import Runtime, runtime_of
@@ -60,6 +61,13 @@ class Engine:
     def loss_scale(self) -> float:
         """Factor by which gradients are multiplied as they enter the model; 1 unless precision is fp16."""
         return self._runtime.progress.loss_scale
+
+    def snapshot(self) -> Snapshot:
+        """Return what this rank holds, in bytes, what it has sent and moved so far, and what formulas need (not collective).
+
+        Raise ConfigError if the model's optimizer was made since zs.shard and is refused.
+        """
+        return snapshot_of(self._runtime)
 
     def begin(self, verb: str, *also: str, note: bool = True) -> None:
         """Raise unless the model is as a public function needs it: `verb` names a row of `zero.verbs.VERBS` (see its `begin`)."""

@@ -15,6 +15,7 @@ import copy
 import inspect
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,31 +25,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .. import api
-from ..activations.checkpoint import checkpoint_activations
 from ..activations.storage import CHECKPOINTS
 from ..activations.token_tiles import computes_loss_in_tiles, tile_loss, tile_mlps
 from ..activations.transformers_attention import find_packed
 from ..activations.ulysses import sequence_of
 from ..checkpoint.file_writer import ROTATING
 from ..checkpoint.rank_file import staging
-from ..checkpoint.saving import save
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
 from ..data.sequence import cut
 from ..errors import ConfigError, ZeroshardError, did_you_mean
-from ..parallel.parallelize import next_token_loss, parallelize
-from ..tensor.flat_layout import round_up
+from ..parallel.parallelize import next_token_loss
+from ..public import accumulate, checkpoint_activations, close, parallelize, report, save, shard
+from ..seam import engine_of
 from ..testing import imagined_mesh
 from ..utils import torch_compat
 from ..utils.axes import DP, EP, PLANNED, PP, SP, TP, cuts_model, planned_sizes
 from ..utils.option_names import TILES
 from ..utils.torch_compat import FakeTensor, PlanMode
 from ..utils.transformers_compat import answer_for_packed, is_pretrained
-from ..zero.runtime import Runtime, runtime_of
+from ..zero.runtime import runtime_of
 from ..zero.unit import Unit
 from .faults import NO_NUMBERS, first_line, told, where
-from .measure.report import report
 from .operators import Groups, Operators
 from .plan import ACTIVATIONS, KEPT, PHASES, Moment, Phase, Plan
 from .recorder import Recorder
@@ -196,7 +194,7 @@ def observe(
         model_fn if whole else None, real=True,
     )  # fmt: skip
     found = run.plan(batch, checkpointing, name or type(model).__name__, separate)
-    api.close(run.model, restore=False)
+    close(run.model, restore=False)
     return found
 
 
@@ -311,18 +309,18 @@ class _Run:
             mesh: Any = entered if meshed else None
             operators = Operators(recorder, self._groups(mesh) if meshed else Groups())
             with contextlib.nullcontext() if meshed else operators:  # a pipeline runs its stages once to see shapes
-                step, runtimes = self._meshed(mesh) if meshed else self._plain()
+                step, models = self._meshed(mesh) if meshed else self._plain()
             if checkpointing:
-                for runtime in runtimes:
+                for model in models:
                     options = {} if checkpointing is True else dict(checkpointing)
                     if options.get("partition") is True:  # over the ranks of tp, which compute with the same activations
                         options["partition"] = mesh[TP]
-                    checkpoint_activations(runtime.model, **options)
-            self._train(step, runtimes, batch, operators)
+                    checkpoint_activations(model, **options)
+            self._train(step, models, batch, operators)
             text = self._report
             units = {
-                unit.name: sum(round_up(slot.numel, group.layout.alignment) for group in unit.groups for slot in group.layout.slots)
-                for runtime in runtimes for unit in runtime.units
+                name: sum(each.aligned_numel for each in groups)
+                for model in models for name, groups in engine_of(model).snapshot().units
             }  # fmt: skip
         recorder.trace.model_flops, recorder.trace.tokens = 3 * recorder.forward_flops, self._tokens
         phases, moments = self._held(separate)
@@ -351,8 +349,8 @@ class _Run:
     def _told(self, what: str, remedy: str = _FIXED_SHAPES) -> contextlib.AbstractContextManager[None]:
         return told(what, lambda: self.recorder.unit, remedy)
 
-    def _plain(self) -> tuple[Step, list[Runtime]]:
-        """Shard the model over data parallelism; return the function that runs a step, and its runtime."""
+    def _plain(self) -> tuple[Step, list[nn.Module]]:
+        """Shard the model over data parallelism; return the function that runs a step, and the model in a list."""
         if self.make_model is not None:
             self.model = self.make_model()
             if not self.real and not all(isinstance(param, FakeTensor) for param in self.model.parameters()):
@@ -376,13 +374,13 @@ class _Run:
             )
         if "loss_tokens" in self.tiles:
             tile_loss(self.model, self.tiles["loss_tokens"])
-        model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm, mesh=mesh)
+        model, optimizer = shard(self.model, optimizer, config=self.config, comm=comm, mesh=mesh)
         self.model, self.optimizer, loss = model, optimizer, self.loss or (_next_token if mesh is None else _next_own_token)
 
         def step(batches: list[Any]) -> None:
             for number, batch in enumerate(batches):
                 held = self.hold and number + 1 < len(batches)
-                with api.accumulate(model) if held else contextlib.nullcontext():
+                with accumulate(model) if held else contextlib.nullcontext():
                     with self._told("forward"):
                         found = loss(model, batch)
                         if not isinstance(found, Tensor):
@@ -399,10 +397,10 @@ class _Run:
                     optimizer.step()
                 optimizer.zero_grad()
 
-        return step, [runtime_of(model)]
+        return step, [model]
 
-    def _meshed(self, mesh: DeviceMesh) -> tuple[Step, list[Runtime]]:
-        """Parallelize the model over the mesh; return the function that runs a step, and the runtimes of this rank's stages."""
+    def _meshed(self, mesh: DeviceMesh) -> tuple[Step, list[nn.Module]]:
+        """Parallelize the model over the mesh; return the function that runs a step, and this rank's stages."""
         run = parallelize(
             self.model, mesh, optimizer=self.make_optimizer, micro_batches=self.micro_batches, config=self.config, **self.parallel
         )
@@ -423,7 +421,7 @@ class _Run:
                 each.zero_grad()
             self.sent = {axis: round(nbytes) for axis, nbytes in run.traffic.counted.items()}
 
-        return step, [runtime_of(each) for each in run.models]
+        return step, run.models
 
     def _groups(self, mesh: DeviceMesh) -> Groups:
         def link(axis: str) -> Resource:
@@ -433,16 +431,16 @@ class _Run:
         axes: dict[str, tuple[str, int, Resource]] = {mesh[TP].get_group().group_name: (TP, self.axes[TP], link(TP))}
         return Groups(axes, mesh[PP].get_local_rank(), link(PP))
 
-    def _train(self, step: Step, runtimes: list[Runtime], batch: Any, operators: Operators) -> None:
+    def _train(self, step: Step, models: list[nn.Module], batch: Any, operators: Operators) -> None:
         """Run the two steps, then save as zs.save does without `asynchronous`: through rotating buffers, wherever states rest."""
-        recorder = self.recorder
+        recorder, runtimes = self.recorder, [runtime_of(model) for model in models]
         handles = [handle for runtime in runtimes for unit in runtime.units for handle in _follow(unit, recorder)]
         with operators:
             for phase in ("first step", "forward"):
                 recorder.enter(phase)
                 if phase == "forward":
                     operators.begin(Trace(rank=self.rank, axes=self.axes, node_size=self.node_size))
-                    before = self._sent(runtimes)
+                    before = self._sent(models)
                 with self._told("batch: the function that makes it"):
                     make = batch if callable(batch) else lambda: torch.zeros(*batch, dtype=torch.long)
                     batches = [make() for _ in range(self.micro_batches)]
@@ -450,7 +448,7 @@ class _Run:
                 step(batches)
                 del batches
             recorder.end()
-            self._report = report(runtimes[0].model)
+            self._report = report(models[0])
             recorder.enter("save")
             if self.real:
                 comm = runtimes[0].comm
@@ -462,17 +460,16 @@ class _Run:
                     staging(runtime.tiers, runtime.tiers.ledger).grow(ROTATING)
         recorder.flush()
         if not self.sent:
-            self.sent = {axis: nbytes - before.get(axis, 0) for axis, nbytes in self._sent(runtimes).items()}
+            self.sent = {axis: nbytes - before.get(axis, 0) for axis, nbytes in self._sent(models).items()}
         for handle in handles:
             handle.remove()
 
-    def _sent(self, runtimes: list[Runtime]) -> dict[str, int]:
+    def _sent(self, models: list[nn.Module]) -> dict[str, int]:
         """Return the bytes that this rank has sent so far, by axis."""
-        found = {axis: 0 for axis in (DP, SP) if axis in self.axes}
-        for runtime in runtimes:
-            for axis, nbytes in runtime.tiers.ledger.sent_by_axis().items():
-                found[axis] = found.get(axis, 0) + nbytes
-        return found
+        found = Counter({axis: 0 for axis in (DP, SP) if axis in self.axes})
+        for model in models:
+            found.update(engine_of(model).snapshot().sent_by_axis)
+        return dict(found)
 
 
 def _next_own_token(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from importlib import import_module
 
 from ..config import Config, Tier
 from ..errors import ConfigError, did_you_mean
-from .measure.report import Report
+from ..public import Report
 from .simulator.hardware import Hardware
 from .simulator.trace import Trace
 

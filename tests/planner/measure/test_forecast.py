@@ -17,6 +17,7 @@ from zeroshard.optim import cpu_kernels, slab_step
 from zeroshard.planner.measure import forecast as module
 from zeroshard.planner.measure import probe
 from zeroshard.planner.measure.forecast import DISK, DISK_BESIDE, HOST_STEP, Forecast, _predict, _Work, forecast
+from zeroshard.seam import engine_of
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 
@@ -192,7 +193,7 @@ def counted(rank, options):
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))  # 4 units of 4096
     optimizer = torch.optim.AdamW(model.parameters())
     model, _ = zs.shard(model, optimizer, **options)
-    work = _Work.of(runtime_of(model), 2)
+    work = _Work.of(engine_of(model).snapshot(), 2)
     zs.close(model, restore=False)
     return work
 
@@ -224,7 +225,7 @@ def predicted(work, rates, compute_s, **options):
         runtime = runtime_of(model)
         if options:
             runtime.config = zs.Config(stage=3, offload_optimizer="cpu", **options)
-        return _predict(runtime, work, rates, compute_s)
+        return _predict(engine_of(model).snapshot(), work, rates, compute_s)
 
     return run_threads(1, body)[0]
 
@@ -248,7 +249,7 @@ def test_what_a_step_takes_by_hand(monkeypatch):
     assert predicted(_Work(stepped_numel=300, copied={link: 40}), {**rates, "host -> device": 10.0}, 2.0)[1] == 6.0
     # late: beside each other where there are cores for both
     for spare, expected in ((True, 3.0), (False, 5.0)):
-        monkeypatch.setattr(module, "_cores_to_spare", lambda runtime, spare=spare: spare)
+        monkeypatch.setattr(module, "_cores_to_spare", lambda snapshot, spare=spare: spare)
         assert predicted(_Work(stepped_numel=300), rates, 2.0, delayed_update=0)[1] == expected
         assert predicted(_Work(stepped_numel=300, reads=80), rates, 2.0, delayed_update=0)[1] == max(
             expected, expected + (80 - expected * 8) / 10

@@ -21,7 +21,7 @@ from zeroshard.planner.request import Request
 from zeroshard.planner.search.layout import Layout
 from zeroshard.planner.search.load import load_of, step_seconds
 from zeroshard.planner.search.memory import memory_of
-from zeroshard.planner.search.profile import Profile, UnitProfile
+from zeroshard.planner.search.profile import LayerProfile, Profile
 from zeroshard.planner.search.requested import layout_of, of_layout, profile_of
 from zeroshard.planner.simulator.hardware import NETWORK, Hardware
 from zeroshard.planner.simulator.trace import Resource
@@ -116,7 +116,7 @@ def test_a_load_sends_over_each_link_what_the_runtime_sends(name, dp, node_size,
 def test_volumes_are_those_of_docs_communication(name):
     """Which tests/support/volumes.py counts on imagined ranks, in units of the parameters' bytes."""
     row = next(row for row in rows(8) if row.name == name)
-    matrices = Profile("matrices", tuple(UnitProfile(f"{i}", whole=(1 << 20,), packs=True, flops=1.0) for i in range(4)), seq=1)
+    matrices = Profile("matrices", tuple(LayerProfile(f"{i}", whole=(1 << 20,), packs=True, flops=1.0) for i in range(4)), seq=1)
     layout = Layout(dp=64, node_size=8, **{"hops": "two", **OPTIONS[name]})
     between, inside = sent(layout, matrices)
     unit = 2 * matrices.numel
@@ -210,8 +210,8 @@ def test_a_profile_of_a_dry_run_is_that_of_the_formulas():
             {"node_size": 2, "zero_quantized_gradients": "int8", "micro_batches": 3},
         ):
             other = Profile.of_plan(plan(lambda: GPT(SHAPE), **(options | more | {"stage": stage})), 32)
-            assert [(unit.name, unit.numel, unit.flops) for unit in other.units] == [
-                (unit.name, unit.numel, unit.flops) for unit in found.units
+            assert [(unit.name, unit.numel, unit.flops) for unit in other.layers] == [
+                (unit.name, unit.numel, unit.flops) for unit in found.layers
             ]
     with pytest.raises(ConfigError, match="expected a plan over two or more ranks of dp alone"):
         Profile.of_plan(dataclasses.replace(dry, axes={"dp": 2, "tp": 2}), 32)
@@ -267,7 +267,7 @@ def test_one_plan_tells_of_the_model_whatever_its_stage_and_way_to_reduce(monkey
         raise ConfigError("a further dry run")
 
     monkeypatch.setattr(Request, "plan", no_plan)
-    units = [profile_of(request, [made]).units for request, made in zip(asked[:4], plans, strict=False)]
+    units = [profile_of(request, [made]).layers for request, made in zip(asked[:4], plans, strict=False)]
     assert units == [units[0]] * 4
     for request, made in zip(asked[4:], plans[4:], strict=True):
         with pytest.raises(ConfigError, match="a further dry run"):

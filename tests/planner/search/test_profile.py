@@ -16,7 +16,7 @@ from zeroshard.errors import ConfigError
 from zeroshard.planner.model_source import source_of
 from zeroshard.planner.models import CASE_STUDIES, GPT, GPTConfig
 from zeroshard.planner.request import Request
-from zeroshard.planner.search.profile import ROOT, Profile, homes_of
+from zeroshard.planner.search.profile import ROOT, Profile, buckets_of
 from zeroshard.planner.search.requested import profile_of
 from zeroshard.planner.search.search import by_formula
 from zeroshard.planner.simulator.hardware import Hardware
@@ -37,7 +37,7 @@ def test_units_are_those_of_the_runtime(name):
         model = GPT(shape)
         zs.shard(model, comm=FakeComm(0, 4), stage=3)
         units = {unit.name: sum(group.layout.shard_numel for group in unit.groups) for unit in runtime_of(model).units}
-    assert {home.name: sum(home.shards(1, 4)) for home in homes_of(profile.units)} == units
+    assert {bucket.name: sum(bucket.shards(1, 4)) for bucket in buckets_of(profile.layers)} == units
     assert profile.numel == sum(p.numel() for p in GPT(shape).parameters())
 
 
@@ -73,14 +73,14 @@ def test_what_a_forward_keeps_and_computes(dtype, bias):
             model(tokens, tokens)
     count = rows * shape.seq_len
     assert counter.get_total_flops() == profile.flops * count
-    assert kept == pytest.approx(count * sum(unit.saved_nbytes(dtype.itemsize) for unit in profile.units), rel=0.02)
+    assert kept == pytest.approx(count * sum(unit.saved_nbytes(dtype.itemsize) for unit in profile.layers), rel=0.02)
 
 
 def test_stages_share_all_units_and_both_ends_hold_what_is_tied():
     profile = Profile.of_shape(dataclasses.replace(SHAPE, layers=8, tied=True))
     stages = profile.stages(4)
-    assert [unit.name for stage in stages for unit in stage] == [unit.name for unit in profile.units]
-    names = [[home.name for home in homes_of(stage)] for stage in stages]
+    assert [unit.name for stage in stages for unit in stage] == [unit.name for unit in profile.layers]
+    names = [[bucket.name for bucket in buckets_of(stage)] for stage in stages]
     assert names[0][:2] == [ROOT, "embedding"] and names[-1][0] == ROOT and "embedding" in names[-1] and ROOT not in names[1]
     with pytest.raises(ConfigError, match="pp=9: expected 1 to 8 stages"):
         profile.stages(9)
@@ -97,7 +97,7 @@ def test_what_tensor_parallelism_divides_of_a_model_that_is_no_gpt_of_ours_is_fo
     profile = profile_of(asked)
     assert profile.heads == 4 and len(profile.blocks) == 4 and all(unit.tp_reduces == 2 for unit in profile.blocks)
     planned = replace(asked, axes={"pp": 1, "dp": 2, "tp": 4}).plan()
-    units = {unit.name: unit for unit in profile.units}
+    units = {unit.name: unit for unit in profile.layers}
     for name, numel in planned.units.items():
         assert sum(units[name].cut) / 4 + sum(units[name].whole) == pytest.approx(numel, rel=0.01, abs=512)
     meshes = {(layout.tp, layout.pp) for layout in by_formula(profile, asked.hardware, 8, 16)}

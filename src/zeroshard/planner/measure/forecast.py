@@ -24,10 +24,10 @@ from ...comm.codec import exchange_values
 from ...config import Tier
 from ...errors import ConfigError
 from ...optim.cpu_kernels import describe_threads, visible_cores
+from ...seam import Snapshot, engine_of
 from ...utils.host import ranks_here
 from ...zero.runtime import Runtime, runtime_of
 from .probe import DiskProbe, Rehearsal, copy_rates, step_rate
-from .report import Link, pass_itemsizes, step_itemsizes
 
 HOST_STEP, DISK, DISK_BESIDE = "host step", "disk", "disk while the host steps"
 
@@ -74,10 +74,11 @@ def forecast(model: nn.Module, micro_batch: Callable[[], Tensor], *, accumulate:
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"zs.forecast: accumulate: expected a whole number of at least 1, got {accumulate!r}.")
     runtime.gate.wait()
-    work = _Work.of(runtime, accumulate)
+    snapshot = engine_of(model).snapshot()
+    work = _Work.of(snapshot, accumulate)
     compute_s = accumulate * _compute_seconds(runtime, micro_batch, keep_gradients=accumulate > 1)
     publish_s = 0.0  # of sending replicated parameters to all ranks after a step, measured by sending them
-    if runtime.optimizer is not None and not all(group.values.sharded for group in runtime.groups):
+    if snapshot.has_optimizer and not all(each.sharded for each in snapshot.groups):
         runtime.comm.fence_write()
         begin = time.perf_counter()
         runtime.optimizer.core.publish([group for group in runtime.groups if group.trainable])
@@ -86,7 +87,7 @@ def forecast(model: nn.Module, micro_batch: Callable[[], Tensor], *, accumulate:
         publish_s = time.perf_counter() - begin
     rehearsal = _rehearsal(runtime, accumulate) if work.stepped_numel else None
     rates = _measure_rates(runtime, work, rehearsal)
-    seconds, step_s = _predict(runtime, work, rates, compute_s)
+    seconds, step_s = _predict(snapshot, work, rates, compute_s)
     seconds["parameters to all ranks"], step_s = publish_s, step_s + publish_s
     mine = (rates, seconds, step_s, rehearsal.threads if rehearsal is not None else 0)
     everyone = exchange_values(runtime.comm, mine, "forecast: result")
@@ -115,22 +116,21 @@ class _Work:
     waited: int = 0
     passing: int = 0
     room: int = 0
-    copied: dict[Link, int] = field(default_factory=dict)
+    copied: dict[tuple[Tier, Tier], int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, runtime: Runtime, accumulate: int) -> _Work:
+    def of(cls, snapshot: Snapshot, accumulate: int) -> _Work:
         """Return the work of this rank. accumulate: micro-batches of a step."""
-        work = cls(room=_room(runtime))
-        for group in runtime.groups:
-            numel = group.layout.shard_numel
-            on_device = group.offload.tier is Tier.DEVICE
-            if group.trainable and runtime.optimizer is not None and not (on_device and runtime.tiers.separate):
-                work.stepped_numel += numel
-            for link, itemsize in pass_itemsizes(runtime, group).items():
+        work = cls(room=_room(snapshot))
+        for each in snapshot.groups:
+            on_device = each.states_tier is Tier.DEVICE
+            if each.gradient is not None and snapshot.has_optimizer and not (on_device and snapshot.separate):
+                work.stepped_numel += each.shard_numel
+            for link, itemsize in each.moved_by_pass.items():
                 if Tier.DISK in link:
-                    work.passing += round(accumulate * itemsize * numel)
-            for link, itemsize in step_itemsizes(runtime, group).items():
-                nbytes = round(itemsize * numel)
+                    work.passing += round(accumulate * itemsize * each.shard_numel)
+            for link, itemsize in each.moved_by_step.items():
+                nbytes = round(itemsize * each.shard_numel)
                 if Tier.DISK not in link:
                     work.copied[link] = work.copied.get(link, 0) + nbytes
                 elif on_device:  # a step on the device loads its states before and stores them after
@@ -142,25 +142,22 @@ class _Work:
         return work
 
 
-def _room(runtime: Runtime) -> int:
+def _room(snapshot: Snapshot) -> int:
     """Return the bytes that the disk can move for the step during forward and backward.
 
     Free buffers are filled ahead with the states of the next step's first slabs (not with gradients, which do not exist yet),
     and the last slab is still being written when a step returns (earlier ones are done, since the disk serves in order). With
     parameters on disk this gains nothing, since the first parameters needed would be read after all that.
     """
-    offload = runtime.config.offload_optimizer
-    if runtime.config.offload_param.tier is Tier.DISK:
+    offload = snapshot.config.offload_optimizer
+    if snapshot.config.offload_param.tier is Tier.DISK:
         return 0
-    core = runtime.optimizer.core if runtime.optimizer is not None else None
     slabs = []  # for each slab: bytes that can be read ahead, bytes of buffers, bytes written
-    for run in (run for run in core.all_runs if run.offloaded and run.numel) if core is not None else ():
-        moved = step_itemsizes(runtime, run.group)
-        reads, writes = moved.get((Tier.DISK, Tier.HOST), 0), moved.get((Tier.HOST, Tier.DISK), 0)
-        gradient = run.group.gradients.rest
-        early = reads - (gradient.dtype.itemsize if gradient.tier is Tier.DISK else 0)
-        count = max(math.ceil(run.numel * max(reads, writes) / offload.buffer_nbytes), 1)
-        slabs += [tuple(round(run.numel // count * each) for each in (early, max(reads, writes), writes))] * count
+    for each, numel in snapshot.host_runs:
+        reads, writes = (each.moved_by_step.get(link, 0) for link in ((Tier.DISK, Tier.HOST), (Tier.HOST, Tier.DISK)))
+        early = reads - (each.gradient.itemsize if each.gradient is not None and each.gradient_tier is Tier.DISK else 0)
+        count = max(math.ceil(numel * max(reads, writes) / offload.buffer_nbytes), 1)
+        slabs += [tuple(round(numel // count * nbytes) for nbytes in (early, max(reads, writes), writes))] * count
     left, ahead = offload.buffer_count * offload.buffer_nbytes, 0
     for early, held, _ in slabs:
         left -= held
@@ -168,7 +165,7 @@ def _room(runtime: Runtime) -> int:
     return ahead + sum(writes for *_, writes in slabs[-1:])
 
 
-def _predict(runtime: Runtime, work: _Work, rates: dict[str, float], compute_s: float) -> tuple[dict[str, float], float]:
+def _predict(snapshot: Snapshot, work: _Work, rates: dict[str, float], compute_s: float) -> tuple[dict[str, float], float]:
     """Return the seconds by resource, and of the whole step."""
     host_s = work.stepped_numel / rates[HOST_STEP] if HOST_STEP in rates else 0.0
     copied = work.copied.items()
@@ -178,10 +175,10 @@ def _predict(runtime: Runtime, work: _Work, rates: dict[str, float], compute_s: 
     idle_s = max(0.0, compute_s - work.passing / beside)  # time in forward and backward in which the disk is idle
     left = total - min(work.room, idle_s * beside)
     step_s = max(host_s + max(0.0, left - host_s * beside) / disk, copy_s) + work.waited / disk
-    if runtime.config.delayed_update is None:
+    if snapshot.config.delayed_update is None:
         whole_s = compute_s + step_s
     else:
-        busy_s = max(compute_s, host_s) if _cores_to_spare(runtime) else compute_s + host_s
+        busy_s = max(compute_s, host_s) if _cores_to_spare(snapshot) else compute_s + host_s
         whole_s = max(busy_s, busy_s + (total - busy_s * beside) / disk, copy_s)
     seconds = {
         "forward and backward": compute_s,
@@ -192,11 +189,9 @@ def _predict(runtime: Runtime, work: _Work, rates: dict[str, float], compute_s: 
     return seconds, whole_s
 
 
-def _cores_to_spare(runtime: Runtime) -> bool:
+def _cores_to_spare(snapshot: Snapshot) -> bool:
     """Return whether the host can step during forward and backward without taking their cores."""
-    if runtime.tiers.separate:
-        return True
-    return visible_cores() >= 2 * ranks_here(runtime.comm.world_size) * torch.get_num_threads()
+    return snapshot.separate or visible_cores() >= 2 * ranks_here(snapshot.world_size) * torch.get_num_threads()
 
 
 def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_gradients: bool) -> float:

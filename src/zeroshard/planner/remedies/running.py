@@ -24,7 +24,7 @@ from ..plan import ACTIVATIONS
 from ..request import Request
 from ..search.layout import Layout
 from ..search.memory import held_of
-from ..search.profile import Profile, UnitProfile
+from ..search.profile import LayerProfile, Profile
 from ..search.requested import layout_of
 from ..simulator.hardware import Hardware
 from .changes import CHANGES, sums_up
@@ -107,15 +107,15 @@ def _profile(shortage: Shortage) -> Profile:
     blocks = [name for name in sizes if name != ROOT] or [*sizes]
     itemsize = shortage.config.compute_dtype.itemsize
     kept = shortage.beyond / itemsize / (_SEQUENCES * _TOKENS) / len(blocks)  # elements a token and block
-    units = [
-        UnitProfile(
+    layers = [
+        LayerProfile(
             name, whole=numels, flops=2 * sizes[name], block=name in blocks and name != ROOT, packs=name != ROOT,
             saved_whole=kept * (_BLOCK_KEEPS if shortage.checkpointed else 1) * (name in blocks),
             boundary=round(kept if shortage.checkpointed else kept / _BLOCK_KEEPS),
         )
         for name, numels in shortage.units.items()
     ]  # fmt: skip
-    return Profile(shortage.model, tuple(units), _TOKENS)
+    return Profile(shortage.model, tuple(layers), _TOKENS)
 
 
 def _held(profile: Profile, layout: Layout, shortage: Shortage) -> dict[str, float]:

@@ -6,8 +6,9 @@
 The search excludes layouts that cannot be fast by these sums. Published runs of systems other than this library are timed by them
 (benchmarks/papers). The seconds of a step of this library are those of a dry run, in the runtime's own order (`Request.simulated`).
 
-Words, from profile.py: a *unit* is a part of the model that a forward computes; its *home* is the unit of zs.shard that holds its
-parameters. Several units may have one home (tied weights, norms outside of blocks); a forward comes to it once for each, a *visit*.
+Words, from profile.py: a *layer* is a part of the model that a forward computes; its *bucket* has its parameters, gathered and reduced
+together. Several layers may have one bucket (tied weights, norms outside of blocks); a forward comes to it once for each, a
+*visit*.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..simulator.hardware import Hardware, resource_seconds, seconds
 from ..simulator.simulate import kind_of
 from ..simulator.trace import AttentionWork, Resource, Task, Trace
 from .layout import Bytes, Hop, Layout, comms_of, exchange, packed_nbytes
-from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
+from .profile import BACKWARD_PASSES, Bucket, LayerProfile, Profile, buckets_of
 
 _SWAP_KERNELS = 18  # of the two all-to-alls of an attention along sp, which copy each tensor twice, counted by dry runs
 _BACKWARD_KERNELS = 3  # times the kernels of a forward, counted by dry runs of a GPT
@@ -139,7 +140,7 @@ def _seconds_beside(load: Load, hardware: Hardware) -> _Seconds:
 def loads_of(profile: Profile, layout: Layout) -> list[Load]:
     """Return the loads of a rank of the first stage of the pipeline, of the middle one with most to compute, and of the last."""
     stages = profile.stages(layout.pp)
-    middle = max(range(layout.pp)[1:-1], key=lambda stage: sum(unit.flops for unit in stages[stage]), default=0)
+    middle = max(range(layout.pp)[1:-1], key=lambda stage: sum(layer.flops for layer in stages[stage]), default=0)
     return [load_of(profile, layout, stage) for stage in sorted({0, middle, layout.pp - 1})]
 
 
@@ -159,8 +160,8 @@ def load_of(profile: Profile, layout: Layout, stage: int = 0) -> Load:
 def _computed(profile: Profile, layout: Layout, stage: int) -> tuple[Part, ...]:
     """Return what a micro-batch computes, and sends over tp and pp, by the fields of a layout that are in `_COMPUTED`."""
     work = _Computation(profile, layout, stage)
-    for unit, times in _alike(profile, layout.pp, stage, layout.ep)[0].items():
-        work.add(unit, times)
+    for layer, times in _alike(profile, layout.pp, stage, layout.ep)[0].items():
+        work.add(layer, times)
     work.add_messages()
     return tuple(work.parts)
 
@@ -169,24 +170,27 @@ def _computed(profile: Profile, layout: Layout, stage: int) -> tuple[Part, ...]:
 def _sent(profile: Profile, layout: Layout, stage: int) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     """Return what a micro-batch, and what a step has to gather, reduce and update, whatever it computes."""
     work = _Sharding(profile, layout, stage)
-    for home, times, visits in _alike(profile, layout.pp, stage, layout.ep)[1]:
-        work.add(home, times, visits)
+    for bucket, times, visits in _alike(profile, layout.pp, stage, layout.ep)[1]:
+        work.add(bucket, times, visits)
     return tuple(work.each), tuple(work.once)
 
 
 @functools.lru_cache(maxsize=256)
-def _alike(profile: Profile, pp: int, stage: int, ep: int) -> tuple[dict[UnitProfile, int], list[tuple[Home, int, int]]]:
-    """Return the distinct units of a stage, each with its count; and (home, count, visits of a forward to it) of its distinct homes."""
-    units = profile.stages(pp)[stage]
-    visits = Counter(unit.home or unit.name for unit in units)
+def _alike(profile: Profile, pp: int, stage: int, ep: int) -> tuple[dict[LayerProfile, int], list[tuple[Bucket, int, int]]]:
+    """Return the distinct layers of a stage with their counts; and its distinct buckets: (bucket, count, visits of a forward)."""
+    layers = profile.stages(pp)[stage]
+    visits = Counter(layer.bucket or layer.name for layer in layers)
     names = (ROOT, profile.tied)  # others may be alike
-    homes = [(replace(home, name=home.name if home.name in names else ""), visits[home.name]) for home in homes_of(units, ep=ep)]
-    found = [(home, times, 1 if home.held else visited) for (home, visited), times in Counter(homes).items()]
-    return Counter(replace(unit, name="", home="") for unit in units), found
+    buckets = [
+        (replace(bucket, name=bucket.name if bucket.name in names else ""), visits[bucket.name])
+        for bucket in buckets_of(layers, ep=ep)
+    ]
+    found = [(bucket, times, 1 if bucket.held else visited) for (bucket, visited), times in Counter(buckets).items()]
+    return Counter(replace(layer, name="", bucket="") for layer in layers), found
 
 
 class Sizes:
-    """The elements and bytes of a home that one rank of a layout holds and sends.
+    """The elements and bytes of a bucket that one rank of a layout holds and sends.
 
     ranks: over which it is sharded. shards: elements of the shard of each flat buffer; own: of all. numel: of the whole buffers,
     with their padding. states: bytes of the shards' masters and optimizer states. gather, again, reduce: what is sent, hop after hop, by the first gather of a step, by
@@ -194,24 +198,24 @@ class Sizes:
     element then.
     """
 
-    def __init__(self, layout: Layout, home: Home) -> None:
-        self.ranks = layout.shards(home.divided)
-        self.shards = home.shards(layout.tp, self.ranks, layout.state_format)
+    def __init__(self, layout: Layout, bucket: Bucket) -> None:
+        self.ranks = layout.shards(bucket.divided)
+        self.shards = bucket.shards(layout.tp, self.ranks, layout.state_format)
         self.own = sum(self.shards)
-        coded = [which for _, which in home.buffers(layout.tp, layout.state_format)]
+        coded = [which for _, which in bucket.buffers(layout.tp, layout.state_format)]
         self.states = sum(size * layout.kept_itemsize(which) for size, which in zip(self.shards, coded, strict=True))
         self.numel = self.own * self.ranks
-        comms, wholes = comms_of(layout, home.divided), [numel * self.ranks for numel in self.shards]
-        self.packs_weights = any(comms.values_of(home.packs, numel) is not comms.shards for numel in wholes)
-        self.packs_gradients = any(comms.gradients_of(home.packs, numel) is not comms.shards for numel in wholes)
+        comms, wholes = comms_of(layout, bucket.divided), [numel * self.ranks for numel in self.shards]
+        self.packs_weights = any(comms.values_of(bucket.packs, numel) is not comms.shards for numel in wholes)
+        self.packs_gradients = any(comms.gradients_of(bucket.packs, numel) is not comms.shards for numel in wholes)
         self.weight = packed_nbytes(layout.quantized_weights if self.packs_weights else None, layout.itemsize)
         self.gradient = packed_nbytes(layout.quantized_gradients if self.packs_gradients else None, layout.itemsize)
         kinds = {"gather": layout.compute_dtype, "gather again": layout.compute_dtype, "reduce": layout.sent_dtype}
         self.gather, self.again, self.reduce = (
-            exchange(layout, kind, self.shards, dtype, home.packs, home.divided) for kind, dtype in kinds.items()
+            exchange(layout, kind, self.shards, dtype, bucket.packs, bucket.divided) for kind, dtype in kinds.items()
         )
         if STAGES[layout.stage].gradient is Placement.REPLICATED:
-            self.reduce += exchange(layout, "gather", self.shards, layout.gradient_dtype, False, home.divided)
+            self.reduce += exchange(layout, "gather", self.shards, layout.gradient_dtype, False, bucket.divided)
 
 
 def _hops(name: str, phase: str, hops: list[Hop], times: int, more: Mapping[str, Any]) -> list[Part]:
@@ -223,28 +227,28 @@ class _Computation:
 
     def __init__(self, profile: Profile, layout: Layout, stage: int) -> None:
         self.profile, self.layout, self.stage = profile, layout, stage
-        self.units = profile.stages(layout.pp)[stage]
+        self.layers = profile.stages(layout.pp)[stage]
         self.tokens = layout.micro_batch * profile.seq // layout.sp
         self.parts: list[Part] = []
 
-    def add(self, unit: UnitProfile, times: int) -> None:
-        """Add forward, backward and repeated forward of a unit, what they sum over tp, and copies of their inputs."""
-        lay, head = self.layout, unit.saved_fp32 > 0 and not unit.block  # the head computes the loss
-        self.parts += [(self._task("forward", unit, 1.0), times), (self._task("backward", unit, 2.0), times)]
+    def add(self, layer: LayerProfile, times: int) -> None:
+        """Add forward, backward and repeated forward of a layer, what they sum over tp, and copies of their inputs."""
+        lay, head = self.layout, layer.saved_fp32 > 0 and not layer.block  # the head computes the loss
+        self.parts += [(self._task("forward", layer, 1.0), times), (self._task("backward", layer, 2.0), times)]
         # the loss sums the largest logit and the sum in fp32, and the target's logit; backward, the gradient of the head's input
-        self._sum("forward", unit, times, unit.tp_reduces, head)
-        self._sum("backward", unit, times, unit.tp_reduces if unit.block else int(head))
-        self._exchange("forward", unit, times)
-        self._exchange("backward", unit, times)
-        self._tiles(unit, times)
-        if not unit.block or lay.checkpointing == "none":
+        self._sum("forward", layer, times, layer.tp_reduces, head)
+        self._sum("backward", layer, times, layer.tp_reduces if layer.block else int(head))
+        self._exchange("forward", layer, times)
+        self._exchange("backward", layer, times)
+        self._tiles(layer, times)
+        if not layer.block or lay.checkpointing == "none":
             return
-        last = unit.last_flops if lay.stops_early else 0.0
-        again = (unit.flops - last) / unit.flops if unit.flops else 1.0
-        self.parts.append((self._task("forward again", unit, again), times))
-        self._sum("backward", unit, times, max(unit.tp_reduces - lay.stops_early, 0))
-        self._exchange("backward", unit, times)
-        kept = self.tokens * unit.boundary * lay.itemsize / (lay.tp if lay.checkpointing == "partitioned" else 1)
+        last = layer.last_flops if lay.stops_early else 0.0
+        again = (layer.flops - last) / layer.flops if layer.flops else 1.0
+        self.parts.append((self._task("forward again", layer, again), times))
+        self._sum("backward", layer, times, max(layer.tp_reduces - lay.stops_early, 0))
+        self._exchange("backward", layer, times)
+        kept = self.tokens * layer.boundary * lay.itemsize / (lay.tp if lay.checkpointing == "partitioned" else 1)
         if lay.checkpointing == "host":
             self.parts.append((Task("keep", "forward", {Resource.DOWN: kept}), times))
             self.parts.append((Task("fetch", "backward", {Resource.UP: kept}), times))
@@ -252,50 +256,50 @@ class _Computation:
             sent = self._nbytes(lay.tp, kept * (lay.tp - 1))
             self.parts.append((Task("gather input", "backward", sent, axis=TP, peers=lay.tp), times))
 
-    def _task(self, name: str, unit: UnitProfile, factor: float) -> Task:
-        """Return the computation of a unit. factor: times a forward's flops; above 1: a backward."""
+    def _task(self, name: str, layer: LayerProfile, factor: float) -> Task:
+        """Return the computation of a layer. factor: times a forward's flops; above 1: a backward."""
         lay, item, backward = self.layout, self.layout.itemsize, factor > 1
-        flops = factor * unit.flops / lay.tp * self.tokens
-        weights = (sum(unit.cut) // lay.tp + sum(unit.whole) - sum(unit.experts) * (lay.ep - 1) // lay.ep) * item
-        moved = self.tokens * unit.moved_nbytes(item, lay.tp, backward) + weights * (BACKWARD_PASSES if backward else 1)
+        flops = factor * layer.flops / lay.tp * self.tokens
+        weights = (sum(layer.cut) // lay.tp + sum(layer.whole) - sum(layer.experts) * (lay.ep - 1) // lay.ep) * item
+        moved = self.tokens * layer.moved_nbytes(item, lay.tp, backward) + weights * (BACKWARD_PASSES if backward else 1)
         attention = None
-        if unit.attention:
-            work = unit.attention * self.tokens / lay.tp * (_ATTENTION_BACKWARD if backward else 1.0)
-            attention = AttentionWork(work, self.profile.seq, unit.causal, 1)
+        if layer.attention:
+            work = layer.attention * self.tokens / lay.tp * (_ATTENTION_BACKWARD if backward else 1.0)
+            attention = AttentionWork(work, self.profile.seq, layer.causal, 1)
             if backward:  # `factor` counts it as 2 forwards, but it is 2.5
                 flops += work * (1 - factor / _ATTENTION_BACKWARD)
-        kernels = round((_BACKWARD_KERNELS if backward else factor) * unit.kernels)
+        kernels = round((_BACKWARD_KERNELS if backward else factor) * layer.kernels)
         return Task(
             name, "backward" if name == "forward again" else name, {Resource.DEVICE: min(factor, 1) * moved}, flops=flops, kernels=kernels,
-            products=(2 if backward else 1) * unit.products, attention=attention, dtype=lay.precision,
+            products=(2 if backward else 1) * layer.products, attention=attention, dtype=lay.precision,
         )  # fmt: skip
 
-    def _sum(self, phase: str, unit: UnitProfile, times: int, reduces: int, told: bool = False) -> None:
+    def _sum(self, phase: str, layer: LayerProfile, times: int, reduces: int, told: bool = False) -> None:
         """Add all-reduces over tp, for which computation waits; each sends 2 (tp - 1) / tp of its bytes. told: those of the loss."""
         lay = self.layout
         if lay.tp == 1 or not (reduces or told):
             return
-        width = unit.boundary or max(each.boundary for each in self.units)
+        width = layer.boundary or max(each.boundary for each in self.layers)
         sent = 2 * (lay.tp - 1) / lay.tp * self.tokens * ((8 + lay.itemsize) if told else reduces * width * lay.itemsize)
         messages = 3 if told else reduces
         self.parts.append((Task("sum", phase, self._nbytes(lay.tp, sent), axis=TP, peers=lay.tp, messages=messages), times))
 
-    def _tiles(self, unit: UnitProfile, times: int) -> None:
+    def _tiles(self, layer: LayerProfile, times: int) -> None:
         """Add what backward computes again of MLPs, and of logits, that are computed in tiles of tokens."""
         lay, own = self.layout, self.profile.seq // self.layout.sp
         mlp, loss = (min(each or own, own) for each in (lay.mlp_tokens, lay.loss_tokens))
-        if unit.mlp[1] and mlp < own:  # a tile skips its last map, or the repeated forward of a block the last tile
-            skipped = unit.last_flops if lay.checkpointing == "none" else 2 * unit.mlp[1] * mlp / own
-            flops = (2 * unit.mlp[1] - skipped * lay.stops_early) * self.tokens
+        if layer.mlp[1] and mlp < own:  # a tile skips its last map, or the repeated forward of a block the last tile
+            skipped = layer.last_flops if lay.checkpointing == "none" else 2 * layer.mlp[1] * mlp / own
+            flops = (2 * layer.mlp[1] - skipped * lay.stops_early) * self.tokens
             self.parts.append((Task("tiles again", "backward", {}, flops=flops, dtype=lay.precision), times))
-        if unit.logits and loss < own:
-            self.parts.append((self._task("forward again", unit, 1.0), times))
+        if layer.logits and loss < own:
+            self.parts.append((self._task("forward again", layer, 1.0), times))
 
-    def _exchange(self, phase: str, unit: UnitProfile, times: int) -> None:
+    def _exchange(self, phase: str, layer: LayerProfile, times: int) -> None:
         """Add the two all-to-alls of a forward, or of a backward: tokens to experts, or to heads, and back."""
         lay = self.layout
-        heads = 2 * unit.exchanged[0] + 2 * unit.keys(lay.sp, self.profile.sp_heads[1])  # queries, keys, values; the output
-        for axis, size, elements in ((EP, lay.ep, 2 * unit.routed), (SP, lay.sp, heads)):
+        heads = 2 * layer.exchanged[0] + 2 * layer.keys(lay.sp, self.profile.sp_heads[1])  # queries, keys, values; the output
+        for axis, size, elements in ((EP, lay.ep, 2 * layer.routed), (SP, lay.sp, heads)):
             if size > 1 and elements:
                 sent = self._nbytes(size, elements * self.tokens * lay.itemsize * (size - 1) / size)
                 self.parts.append((Task("exchange", phase, sent, axis=axis, peers=size, messages=2, distinct=True), times))
@@ -313,8 +317,8 @@ class _Computation:
     def add_messages(self) -> None:
         """Add what is sent to the stages beside this one."""
         lay, before = self.layout, self.profile.stages(self.layout.pp)[self.stage - 1][::-1] if self.stage else ()
-        widths = {"forward": self.units[-1].boundary if self.stage < lay.pp - 1 else 0,
-                  "backward": next((unit.boundary for unit in before if unit.boundary), 0)}  # fmt: skip
+        widths = {"forward": self.layers[-1].boundary if self.stage < lay.pp - 1 else 0,
+                  "backward": next((layer.boundary for layer in before if layer.boundary), 0)}  # fmt: skip
         for phase, width in widths.items():
             nbytes = {_to_stages(lay): self.tokens * width * lay.itemsize}
             self.parts += [(Task("send", phase, nbytes, axis=PP, peers=2), 1)] if width else []
@@ -335,20 +339,20 @@ class _Sharding:
         self.each: list[Part] = []
         self.once: list[Part] = []
 
-    def add(self, home: Home, times: int, visits: int) -> None:
-        """Add `times` homes that are alike; a forward comes to each of them `visits` times."""
-        lay, sizes = self.layout, Sizes(self.layout, home)
-        # each flat buffer is gathered and reduced by itself; published systems (rings) have one buffer for a home
+    def add(self, bucket: Bucket, times: int, visits: int) -> None:
+        """Add `times` buckets that are alike; a forward comes to each of them `visits` times."""
+        lay, sizes = self.layout, Sizes(self.layout, bucket)
+        # each flat buffer is gathered and reduced by itself; published systems (rings) have one buffer for a bucket
         more = {"messages": 1 if lay.rings else len(sizes.shards)}
         self._gather(sizes, times, visits, more)
         self._reduce(sizes, times, more)
         self._update(sizes, times, more)
-        if home.name and home.name == self.tied:  # both ends add up its gradients in fp32 (parallel/tied.py)
+        if bucket.name and bucket.name == self.tied:  # both ends add up its gradients in fp32 (parallel/tied.py)
             numel = sizes.numel if self.row.gradient is Placement.REPLICATED else sizes.own
             self.once.append((Task("sum tied", "step", {_to_stages(lay): numel * 4}, axis=PP, peers=2), 1))
 
     def _gather(self, sizes: Sizes, times: int, visits: int, more: Mapping[str, Any]) -> None:
-        """Add the gathers of a home: one for each visit of a forward, and one in backward, in which it stays gathered between visits."""
+        """Add the gathers of a bucket: one for each visit of a forward, and one in backward, which keeps it gathered between visits."""
         lay = self.layout
         if self.row.parameter is not Placement.SHARDED or (sizes.ranks == 1 and lay.parameter is Tier.DEVICE):
             return
@@ -369,7 +373,7 @@ class _Sharding:
             self.each.append((Task("unpack", "forward", {Resource.DEVICE: unpack}, kernels=1), count))
 
     def _reduce(self, sizes: Sizes, times: int, more: Mapping[str, Any]) -> None:
-        """Add the reduction of a home's gradients, in each micro-batch or in the last, and their way to another tier."""
+        """Add the reduction of a bucket's gradients, in each micro-batch or in the last, and their way to another tier."""
         lay = self.layout
         parts = self.once if lay.held else self.each
         if sizes.packs_gradients:
@@ -382,7 +386,7 @@ class _Sharding:
             parts += [(Task("leave", "backward", {way: sizes.own * size}, **more), times) for way, size in ways.items()]
 
     def _update(self, sizes: Sizes, times: int, more: Mapping[str, Any]) -> None:
-        """Add the optimizer's step of a home's shard on its tier, and the gathers of parameters that rest whole."""
+        """Add the optimizer's step of a bucket's shard on its tier, and the gathers of parameters that rest whole."""
         lay = self.layout
         held = 1 if self.row.optimizer is Placement.SHARDED else sizes.ranks
         numel, states = sizes.own * held, sizes.states * held

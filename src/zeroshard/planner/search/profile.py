@@ -1,11 +1,11 @@
-"""The profile of a model: an ordered list of units, with what each holds, computes and keeps. `load.py` sums up a step of it.
+"""The profile of a model: an ordered list of layers, with what each holds, computes and keeps. `load.py` sums up a step of it.
 
     tokens -> embedding -> position -> block 1 -> ... -> block L -> norm -> head -> loss       forward; backward is the reverse
 
-A unit's parameters are two lists of numbers of elements: those that tensor parallelism divides (*cut*), and those that all of its
+A layer's parameters are two lists of numbers of elements: those that tensor parallelism divides (*cut*), and those that all of its
 ranks hold (*whole*); those of them that an axis ep divides are also in a third (*experts*). Other numbers are per token and of the
-whole model: a rank of tp has the cut part divided by tp, and all of the whole part. A unit's *home* is the one whose flat buffers
-hold its parameters: a norm's the root, a tied head's the embedding.
+whole model: a rank of tp has the cut part divided by tp, and all of the whole part. Parameters that
+are gathered and reduced together are a *bucket*, as zs.shard's units are: a norm's is the root, a tied head's the embedding.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _PARALLEL_LOSS = 1.75  # temporaries of torch's loss over a divided vocabulary, 
 
 
 @dataclass(frozen=True)
-class UnitProfile:
-    """A part of the model that forward visits once, with parameters of its own or those of another unit.
+class LayerProfile:
+    """A part of the model that forward visits once, with parameters of its own or those of another layer.
 
-    cut, whole, experts: elements of its parameters, see the head of this file. home: "": they are a unit of zs.shard by themselves.
+    cut, whole, experts: elements of its parameters, see the head of this file. bucket: the name of theirs; "": one of their own.
     flops: of a forward, per token (a multiplication and an addition are two); backward takes twice as many.
     last_flops: those of its last linear map, which a recomputed forward skips, since backward does not need the output.
     attention: those of fused attention, over the whole square of scores; causal: whether half of it is skipped.
     kernels: launches of a forward. products: those of them that are matrix products; 0: not told apart.
     moved: elements per token that the other kernels read and write, in the dtype of computation: (divided by tp, whole) of a
         forward, and of a backward; (): estimated from what is kept (_PASSES).
-    saved_cut, saved_whole: elements per token, in the dtype of computation, that autograd keeps for backward, with the unit's
-        input (the `boundary` of the unit before). saved_fp32: elements that are fp32 in any case, divided by tp.
+    saved_cut, saved_whole: elements per token, in the dtype of computation, that autograd keeps for backward, with the layer's
+        input (the `boundary` of the layer before). saved_fp32: elements that are fp32 in any case, divided by tp.
     working_cut, working_whole, working_fp32: further elements per token at the fullest moment of its backward.
     boundary: elements per token of its output.
     tp_reduces: all-reduces of its output over tp in a forward; as many in a backward.
@@ -68,7 +68,7 @@ class UnitProfile:
     cut: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
-    home: str = ""
+    bucket: str = ""
     flops: float = 0.0
     last_flops: float = 0.0
     attention: float = 0.0
@@ -99,7 +99,7 @@ class UnitProfile:
     def matrices(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of its parameters (`cut` or `whole`) that are matrices of products, not vectors or embeddings.
 
-        A unit without flops has none. Biases and norms of a block have few elements beside its largest matrix.
+        A layer without flops has none. Biases and norms of a block have few elements beside its largest matrix.
         """
         return tuple(n for n in sizes if self.flops and n * n > 16 * max((*self.cut, *self.whole)))
 
@@ -126,10 +126,10 @@ class UnitProfile:
 
 
 @dataclass(frozen=True)
-class Home:
-    """A unit of zs.shard: parameters that are gathered and reduced together. origin: of a part, the name of the split unit.
+class Bucket:
+    """Parameters that are gathered and reduced together, as zs.shard's units. origin: of a part, the name of the split bucket.
 
-    matrices: those of `cut`, and of `whole`, whose optimizer states may rest coded. divided: the parameters of a unit that ep
+    matrices: those of `cut`, and of `whole`, whose optimizer states may rest coded. divided: the parameters of a bucket that ep
     divides, with a rank's own elements: they have flat buffers, and Comms, of their own.
     """
 
@@ -168,17 +168,17 @@ class Home:
         return tuple(found)
 
 
-def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None, ep: int = 1) -> list[Home]:
-    """Return the units that zs.shard makes, in the order in which forward comes to them, the root first; of a unit with experts two
-    homes of one name, if several ranks along ep divide them.
+def buckets_of(layers: Sequence[LayerProfile], max_unit_numel: int | None = None, ep: int = 1) -> list[Bucket]:
+    """Return the units that zs.shard makes, in the order in which forward comes to them, the root first; of one with experts two
+    buckets of one name, if several ranks along ep divide them.
 
-    max_unit_numel: larger units are split, a matrix in each part; the runtime adds its bias to it, which differs only in padding.
+    max_unit_numel: larger ones are split, a matrix in each part; the runtime adds its bias to it, which differs only in padding.
     """
-    found: dict[str, list[UnitProfile]] = {}
-    for unit in units:
-        if unit.cut or unit.whole or unit.experts:
-            found.setdefault(unit.home or unit.name, []).append(unit)
-    homes = []
+    found: dict[str, list[LayerProfile]] = {}
+    for layer in layers:
+        if layer.cut or layer.whole or layer.experts:
+            found.setdefault(layer.bucket or layer.name, []).append(layer)
+    buckets = []
     for name, members in found.items():
         cut, whole = sum((u.cut for u in members), ()), sum((u.whole for u in members), ())
         matrices = sum((u.matrices(u.cut) for u in members), ()), sum((u.matrices(u.whole) for u in members), ())
@@ -186,24 +186,24 @@ def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None, ep
         packs = all(u.packs for u in members)
         if experts and ep > 1:  # tp is 1 then
             own, states = tuple(n // ep for n in experts), ((), tuple(n // ep for n in wide))
-            homes.append(Home(name, (), own, packs, matrices=states, divided=True))
+            buckets.append(Bucket(name, (), own, packs, matrices=states, divided=True))
             cut, whole, matrices = (), _without(cut + whole, experts), ((), _without(matrices[0] + matrices[1], wide))
-        homes.append(Home(name, cut, whole, packs, matrices=matrices))
-    split: list[Home] = []
-    for home in homes:
-        numel = sum(home.cut) + sum(home.whole)
-        if max_unit_numel is None or numel <= max_unit_numel or home.held:
-            split.append(home)
+        buckets.append(Bucket(name, cut, whole, packs, matrices=matrices))
+    split: list[Bucket] = []
+    for bucket in buckets:
+        numel = sum(bucket.cut) + sum(bucket.whole)
+        if max_unit_numel is None or numel <= max_unit_numel or bucket.held:
+            split.append(bucket)
             continue
         small = numel // 100  # what is smaller shares the last part
-        parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((n,), ()) for n in home.cut if n > small]
-        parts += [((), (n,)) for n in home.whole if n > small]
-        rest = tuple(n for n in home.cut if n <= small), tuple(n for n in home.whole if n <= small)
+        parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((n,), ()) for n in bucket.cut if n > small]
+        parts += [((), (n,)) for n in bucket.whole if n > small]
+        rest = tuple(n for n in bucket.cut if n <= small), tuple(n for n in bucket.whole if n <= small)
         parts += [rest] if any(rest) else []
         for at, (cut, whole) in enumerate(parts):
-            matrices = tuple(n for n in cut if n in home.matrices[0]), tuple(n for n in whole if n in home.matrices[1])
-            split.append(replace(home, name=f"{home.name}.{at}", cut=cut, whole=whole, origin=home.name, matrices=matrices))
-    return sorted(split, key=lambda home: not home.held)
+            matrices = tuple(n for n in cut if n in bucket.matrices[0]), tuple(n for n in whole if n in bucket.matrices[1])
+            split.append(replace(bucket, name=f"{bucket.name}.{at}", cut=cut, whole=whole, origin=bucket.name, matrices=matrices))
+    return sorted(split, key=lambda bucket: not bucket.held)
 
 
 def _without(sizes: tuple[int, ...], some: tuple[int, ...]) -> tuple[int, ...]:
@@ -215,16 +215,16 @@ def _without(sizes: tuple[int, ...], some: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """A model as units, in the order of forward. seq: tokens of a sequence. heads: tp must divide them; 1: only tp = 1 is known.
+    """A model as layers, in the order of forward. seq: tokens of a sequence. heads: tp must divide them; 1: only tp = 1 is known.
 
     experts: ep must divide them; 0: there are none. sp_heads: query heads, which sp must divide, and heads of keys; (1, 1): only
     sp = 1 is known.
 
-    tied: the name of the unit whose parameters the first and the last stage of a pipeline both hold.
+    tied: the name of the bucket whose parameters the first and the last stage of a pipeline both hold.
     """
 
     name: str
-    units: tuple[UnitProfile, ...]
+    layers: tuple[LayerProfile, ...]
     seq: int
     heads: int = 1
     tied: str = ""
@@ -234,16 +234,16 @@ class Profile:
     @functools.cached_property
     def numel(self) -> int:
         """Number of parameters of the model."""
-        return sum(unit.numel for unit in self.units)
+        return sum(layer.numel for layer in self.layers)
 
     @functools.cached_property
     def flops(self) -> float:
         """Flops of a forward, per token."""
-        return sum(unit.flops for unit in self.units)
+        return sum(layer.flops for layer in self.layers)
 
     @functools.cached_property
-    def blocks(self) -> tuple[UnitProfile, ...]:
-        return tuple(unit for unit in self.units if unit.block)
+    def blocks(self) -> tuple[LayerProfile, ...]:
+        return tuple(layer for layer in self.layers if layer.block)
 
     def check(self, ep: int, sp: int) -> None:
         """Raise ConfigError if ep or sp ranks do not divide what they share."""
@@ -256,38 +256,38 @@ class Profile:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # a profile lives as long as a search
     def over(self, ep: int) -> Profile:
-        """Return the profile of a rank's part along ep: units of the root that are large beside its blocks are homes of their own."""
+        """Return the profile of a rank's part along ep: layers of the root that are large beside its blocks have own buckets."""
         if ep == 1 or not self.experts:
             return self
-        block = max(unit.numel - sum(unit.experts) * (ep - 1) // ep for unit in self.blocks)
-        large = {unit.name for unit in self.units if unit.home == ROOT and unit.numel >= LARGE_FRACTION * block}
-        homes = {unit.name: "" if unit.name in large else unit.home for unit in self.units}
+        block = max(layer.numel - sum(layer.experts) * (ep - 1) // ep for layer in self.blocks)
+        large = {layer.name for layer in self.layers if layer.bucket == ROOT and layer.numel >= LARGE_FRACTION * block}
+        buckets = {layer.name: "" if layer.name in large else layer.bucket for layer in self.layers}
         if self.tied in large:
-            homes[self.units[-1].name] = self.tied
-        return replace(self, units=tuple(replace(unit, home=homes[unit.name]) for unit in self.units))
+            buckets[self.layers[-1].name] = self.tied
+        return replace(self, layers=tuple(replace(layer, bucket=buckets[layer.name]) for layer in self.layers))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # a profile lives as long as a search
-    def stages(self, pp: int) -> tuple[tuple[UnitProfile, ...], ...]:
-        """Return the units of each of `pp` stages of a pipeline, cut as `zs.parallelize` cuts: by numbers of parameters.
+    def stages(self, pp: int) -> tuple[tuple[LayerProfile, ...], ...]:
+        """Return the layers of each of `pp` stages of a pipeline, cut as `zs.parallelize` cuts: by numbers of parameters.
 
         Raises ConfigError for more stages than blocks.
         """
         from ...parallel.stages import cut_by_cost
 
         if pp == 1:
-            return (self.units,)
+            return (self.layers,)
         blocks = self.blocks
         if not 1 <= pp <= len(blocks):
             raise ConfigError(f"pp={pp}: expected 1 to {len(blocks)} stages, as many as {self.name} has blocks.")
-        begin, end = self.units.index(blocks[0]), self.units.index(blocks[-1]) + 1
-        before, after = list(self.units[:begin]), list(self.units[end:])
-        for at, unit in enumerate(before):
-            if unit.name == self.tied:  # both stages hold it, as a unit of its own
-                before[at] = replace(unit, home="")
-                after[-1] = replace(after[-1], cut=unit.cut, whole=unit.whole, home=self.tied)
+        begin, end = self.layers.index(blocks[0]), self.layers.index(blocks[-1]) + 1
+        before, after = list(self.layers[:begin]), list(self.layers[end:])
+        for at, layer in enumerate(before):
+            if layer.name == self.tied:  # both stages hold it, as a bucket of its own
+                before[at] = replace(layer, bucket="")
+                after[-1] = replace(after[-1], cut=layer.cut, whole=layer.whole, bucket=self.tied)
         costs = [float(block.numel) for block in blocks]
-        costs[0] += sum(unit.numel for unit in before)
-        costs[-1] += sum(unit.numel for unit in after)
+        costs[0] += sum(layer.numel for layer in before)
+        costs[-1] += sum(layer.numel for layer in after)
         parts = [[blocks[number] for number in part] for part in cut_by_cost(costs, pp)]
         parts[0], parts[-1] = [*before, *parts[0]], [*parts[-1], *after]
         return tuple(map(tuple, parts))
@@ -306,7 +306,7 @@ class Profile:
         moved = tuple((cut * h + each * square, whole * h) for cut, whole, each in KERNELS.get(kernels, ()))
         linear = (4 + 2 * ratio) * h * h  # elements of qkv, out, up, out
         mlp = (ratio * h * h, *[ratio * h] * bias, ratio * h * h)
-        block = UnitProfile(
+        block = LayerProfile(
             "",
             cut=(3 * h * h, *[3 * h] * bias, h * h, *mlp),
             whole=(*[h] * (2 + 2 * bias), *[h] * (2 * bias)),  # two norms, and biases of what is cut by columns
@@ -326,33 +326,35 @@ class Profile:
                 working_cut=0.0, working_whole=2 * h + (1 + 2 * ratio) * rows,
             )  # fmt: skip
 
-        def home(numel: int) -> str:
+        def bucket(numel: int) -> str:
             return "" if numel >= LARGE_FRACTION * block.numel else ROOT  # as zero/auto_wrap.py decides
 
-        units = [UnitProfile("embedding", cut=(vocab * h,), home=home(vocab * h), boundary=h, tp_reduces=1)]
+        layers = [LayerProfile("embedding", cut=(vocab * h,), bucket=bucket(vocab * h), boundary=h, tp_reduces=1)]
         if shape.positions == "learned":
-            units.append(UnitProfile("position", whole=(shape.seq_len * h,), home=home(shape.seq_len * h), kernels=2, boundary=h))
+            layers.append(
+                LayerProfile("position", whole=(shape.seq_len * h,), bucket=bucket(shape.seq_len * h), kernels=2, boundary=h)
+            )
         for number in range(len(NGRAM_LENGTHS) if shape.ngram_rows else 0):
             rows = shape.ngram_rows * h
-            units.append(UnitProfile(f"ngrams.{number}", whole=(rows,), home=home(rows), kernels=12, boundary=h))
+            layers.append(LayerProfile(f"ngrams.{number}", whole=(rows,), bucket=bucket(rows), kernels=12, boundary=h))
         if shape.embedding_norm:
-            units.append(UnitProfile("embedding_norm", whole=(h,) * (1 + bias), home=ROOT, saved_whole=h, boundary=h))
-        units += [replace(block, name=f"blocks.{number}") for number in range(shape.layers)]
-        units.append(UnitProfile("norm", whole=(h,) * (1 + bias), home=ROOT, saved_whole=h, boundary=h))
-        owner = units[0].home or "embedding"
-        units.append(UnitProfile(
-            "head", cut=() if shape.tied else (vocab * h,), home=owner if shape.tied else home(vocab * h),
+            layers.append(LayerProfile("embedding_norm", whole=(h,) * (1 + bias), bucket=ROOT, saved_whole=h, boundary=h))
+        layers += [replace(block, name=f"blocks.{number}") for number in range(shape.layers)]
+        layers.append(LayerProfile("norm", whole=(h,) * (1 + bias), bucket=ROOT, saved_whole=h, boundary=h))
+        owner = layers[0].bucket or "embedding"
+        layers.append(LayerProfile(
+            "head", cut=() if shape.tied else (vocab * h,), bucket=owner if shape.tied else bucket(vocab * h),
             flops=2 * h * vocab, kernels=6, products=1, saved_whole=h, saved_fp32=vocab, working_fp32=2 * vocab, packs=not shape.tied,
             logits=vocab,
         ))  # fmt: skip
         tied, along_sp = "embedding" if shape.tied else "", 1 if shape.positions == "alibi" else shape.heads
-        return cls(name, tuple(units), shape.seq_len, shape.heads, tied, shape.experts, (along_sp, along_sp))
+        return cls(name, tuple(layers), shape.seq_len, shape.heads, tied, shape.experts, (along_sp, along_sp))
 
     @classmethod
     def of_plan(
         cls, plan: Plan, seq: int, checkpointed: Plan | None = None, halved: Plan | None = None, heads: int = 1
     ) -> Profile:
-        """Return the profile of any model, from a dry run over dp alone: its units, with what they computed and kept.
+        """Return the profile of any model, from a dry run over dp alone: its units as layers, with what they computed and kept.
 
         seq: tokens of its sequences. checkpointed: the same run with activation checkpointing, which shows what blocks then keep;
         None: they cannot be checkpointed. halved: the same run with tp = 2: what is less there is what tp divides; None: layouts
@@ -381,17 +383,17 @@ class Profile:
         again = (
             0 if checkpointed is None else _working_nbytes(checkpointed) - max(plan.activations.get(name, 0) for name in blocks)
         )
-        # temporaries of the loss, which follows the last unit, count as that unit's
+        # temporaries of the loss, which follows the last layer, count as that layer's
         working = dict.fromkeys(blocks, max(again, 0)) | {list(sizes)[-1]: _working_nbytes(plan)}
         tasks = halved.trace.tasks if halved is not None else []
         sums = Counter(t.unit for t in tasks if t.axis == TP and t.phase == "forward" and t.name.endswith("all_reduce"))
-        units = []
+        layers = []
         for name, numel in sizes.items():
             saved, cut, saved_cut = plan.activations.get(name, 0), 0, 0
             if halved is not None:  # what two ranks divide is twice what one of them has less
                 cut = min(max(2 * (numel - halved.units.get(name, numel)), 0), numel)
                 saved_cut = min(max(2 * (saved - halved.activations.get(name, saved)), 0), max(saved, 0))
-            units.append(UnitProfile(
+            layers.append(LayerProfile(
                 name, cut=(cut,) * bool(cut), whole=(numel - cut,) * bool(numel - cut), flops=flops.get(name, 0.0) / micro,
                 kernels=max(kernels.get(name, 0) // plan.micro_batches, 1), saved_cut=saved_cut / micro / itemsize,
                 saved_whole=(saved - saved_cut) / micro / itemsize,
@@ -400,7 +402,7 @@ class Profile:
                 tp_reduces=sums[name] // halved.micro_batches if halved is not None else 0, causal=name in attention and attention[name].causal,
                 attention=attention[name].flops / plan.micro_batches / micro if name in attention else 0.0,
             ))  # fmt: skip
-        return cls(plan.model, tuple(units), seq, heads if halved is not None else 1)
+        return cls(plan.model, tuple(layers), seq, heads if halved is not None else 1)
 
 
 def _working_nbytes(plan: Plan) -> int:

@@ -19,7 +19,7 @@ from ..model_source import ModelSource
 from ..plan import Plan
 from ..request import Request
 from .layout import CHECKPOINTING, Layout
-from .profile import Profile, UnitProfile
+from .profile import LayerProfile, Profile
 
 _OTHER_UNITS = {"max_unit_numel", "zero_quantized_weights"}  # with these a plan's units are others, or keep other tensors
 
@@ -98,21 +98,21 @@ def _with_parts(profile: Profile, model: nn.Module, source: ModelSource) -> Prof
         return profile
     heads, keys = source.heads or 1, getattr(text, "num_key_value_heads", None) or source.heads or 1
     experts, choices = experts_of(model), getattr(text, "num_experts_per_tok", 0) or 0
-    units = []
-    for unit in profile.units:
+    layers = []
+    for layer in profile.layers:
 
-        def inside(name: str, unit: UnitProfile = unit) -> bool:
-            return unit.block and name.startswith(f"{unit.name}.")
+        def inside(name: str, layer: LayerProfile = layer) -> bool:
+            return layer.block and name.startswith(f"{layer.name}.")
 
         own = sum(p.numel() for name, each in experts.items() if inside(name) for p in each.parameters())
         mlps = [each for name, each in model.named_modules() if inside(name) and type(each).__name__.endswith("MLP")]
         maps = [[each for each in mlp.modules() if isinstance(each, nn.Linear)] for mlp in mlps]
         # each map keeps its input or output, a gated MLP their product as well
         kept = sum((len(each) + (len(each) == 3)) * max(m.out_features for m in each) for each in maps if each)
-        queries = unit.attention / 4 / profile.seq
-        units.append(replace(
-            unit, experts=(own,) * bool(own), routed=choices * (source.hidden or 0) * bool(own),
+        queries = layer.attention / 4 / profile.seq
+        layers.append(replace(
+            layer, experts=(own,) * bool(own), routed=choices * (source.hidden or 0) * bool(own),
             exchanged=(queries, queries * keys / heads), mlp=(kept, sum(p.numel() for mlp in mlps for p in mlp.parameters())),
         ))  # fmt: skip
-    units[-1] = replace(units[-1], logits=source.vocab)  # the loss follows the last unit
-    return replace(profile, units=tuple(units), experts=source.experts if experts else 0, sp_heads=(heads, keys))
+    layers[-1] = replace(layers[-1], logits=source.vocab)  # the loss follows the last layer
+    return replace(profile, layers=tuple(layers), experts=source.experts if experts else 0, sp_heads=(heads, keys))

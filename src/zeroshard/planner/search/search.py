@@ -169,7 +169,7 @@ def _layouts(
 ) -> Iterator[Layout]:  # fmt: skip
     """Yield the layouts that divide heads, blocks, ranks and batch evenly."""
     node_size = min(fixed.get("node_size", hardware.devices_per_node), devices)
-    checkpoints = ("none", "blocks", "host", "partitioned") if any(unit.boundary for unit in profile.blocks) else ("none",)
+    checkpoints = ("none", "blocks", "host", "partitioned") if any(layer.boundary for layer in profile.blocks) else ("none",)
     for tp in _divisors(math.gcd(profile.heads, devices)):
         if tp > node_size:  # computation would wait for all-reduces between nodes
             continue
@@ -184,10 +184,10 @@ def _layouts(
                 common = {DP: readers // ep, PP: pp, TP: tp, EP: ep, SP: sp, "micro_batch": micro_batch, "micro_batches": rows // micro_batch,
                           "precision": precision, "node_size": node_size, "separate": hardware.separate}  # fmt: skip
                 for checkpointing in checkpoints:
-                    large = 2 * max(unit.numel for unit in profile.blocks) // tp > hardware.device.memory_nbytes * _LARGE_UNIT
+                    large = 2 * max(layer.numel for layer in profile.blocks) // tp > hardware.device.memory_nbytes * _LARGE_UNIT
                     if (checkpointing == "partitioned" and tp == 1) or (checkpointing == "host" and not hardware.separate):
                         continue
-                    split = max(unit.numel for unit in profile.blocks) // tp // 8 if large else None
+                    split = max(layer.numel for layer in profile.blocks) // tp // 8 if large else None
                     yield from _variants(hardware, common | {"checkpointing": checkpointing}, fixed, lossy, split)
 
 

@@ -282,12 +282,12 @@ def _exchanged(comm: DirectComm, numel: int, turn_s: float) -> tuple[float, floa
 
 def _step_rate(comm: DirectComm, numel: int) -> float:
     """Measure the parameters per second of the host's AdamW over states that are offloaded to it."""
-    from ... import api
+    from ...public import close, shard
 
     model = nn.Linear(1024, max(1, numel * comm.world_size // 1024), bias=False)
-    model, optimizer = api.shard(model, torch.optim.AdamW(model.parameters()), stage=1, offload_optimizer="cpu", comm=comm)
+    model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), stage=1, offload_optimizer="cpu", comm=comm)
     core = runtime_of(model).optimizer.core
     comm.exchange(b"", "calibrate: host step")
     rate = step_rate(Rehearsal(core, core.runs[0][0], core.outer.param_groups[0]))
-    api.close(model)
+    close(model)
     return rate
