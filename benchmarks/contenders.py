@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.checkpoint.stages import Stages
 from zeroshard.checkpoint.state_map import collect
+from zeroshard.state.slices import StateSlice
 from zeroshard.utils import torch_compat
 from zeroshard.zero.runtime import runtime_of
 
@@ -244,9 +245,8 @@ def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keep
 
     def states() -> list[Tensor]:
         runtime, core = runtime_of(model), optimizer.core  # type: ignore[attr-defined]
-        contents = collect(runtime, core, frozen=True, names=Stages(runtime, core, [None] * runtime.topology.world.world_size))
-        ends = [begin + place.stop - place.start for begin, place in zip(contents.begins, contents.places, strict=True)]
-        return [s.host(b, e) for s, b, e in zip(contents.sources, contents.begins, ends, strict=True)]
+        contents = collect(Stages(runtime, core, [None] * runtime.topology.world.world_size), frozen=True)
+        return [s.host(0, s.stop - s.start) for s in contents.sources if isinstance(s, StateSlice)]
 
     return Keeper(
         save=lambda path: zs.save(path, model, optimizer, overwrite=True),

@@ -25,12 +25,12 @@ from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointError, ConfigError, ModelMismatch
 from ..optim.sharded_optimizer import OptimizerCore
+from ..state.slices import StateSlice
 from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from . import directory
 from .heartbeat import raise_first, telling, together
 from .stages import Stages, agree
-from .state_map import Slices
 from .user_state import Extra, alike, serialised, slices_of
 from .writing import Plan, Save, Saver, Writing, write_error
 
@@ -114,7 +114,7 @@ def save(
 
 
 def _write(
-    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, Extra], shared: set[str], slices: dict[str, Slices],
+    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, Extra], shared: set[str], slices: dict[str, list[StateSlice]],
     files: dict[str, bytes], begin: float,
 ) -> Save:  # fmt: skip
     """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective).

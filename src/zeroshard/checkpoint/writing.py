@@ -33,6 +33,7 @@ import xxhash
 from ..comm.codec import decode, encode
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
 from ..memory.io.async_file import Engine, open_file
+from ..state.slices import StateSlice
 from ..utils.version import __version__
 from ..zero.runtime import Runtime
 from . import directory
@@ -192,7 +193,7 @@ class Writing:
 
     def __init__(
         self, saver: Saver, plan: Plan, draft: Path | directory.Draft, stages: Stages, extras: dict[str, bytes],
-        slices: dict[str, holding.Slices], shared: set[str], files: dict[str, bytes], begin: float,
+        slices: dict[str, list[StateSlice]], shared: set[str], files: dict[str, bytes], begin: float,
     ) -> None:  # fmt: skip
         self.saver, self.plan, self.stages, self.core, self.begin = saver, plan, stages, stages.core, begin
         self.runtime, self.comm = saver.runtime, saver.runtime.topology.world
@@ -286,9 +287,7 @@ class Writing:
             raise ConfigError(
                 f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see the folder of rank 0; name a shared filesystem."
             )
-        self.contents = holding.collect(
-            self.runtime, self.core, frozen=not self.plan.trained_only, names=self.stages, slices=self.slices
-        )
+        self.contents = holding.collect(self.stages, frozen=not self.plan.trained_only, slices=self.slices)
         self.layout = layout = self.saver.layout(self.contents, self.extras)
         asynchronous = self.plan.asynchronous
         with self._write_errors():
