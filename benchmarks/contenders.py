@@ -27,9 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.checkpoint.stages import Stages
-from zeroshard.checkpoint.state_map import collect
-from zeroshard.state.slices import StateSlice
+from zeroshard.seam import engine_of
 from zeroshard.utils import torch_compat
 from zeroshard.zero.runtime import runtime_of
 
@@ -244,9 +242,8 @@ def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keep
         return lambda: saving.stall_seconds, saving.wait
 
     def states() -> list[Tensor]:
-        runtime, core = runtime_of(model), optimizer.core  # type: ignore[attr-defined]
-        contents = collect(Stages(runtime, core, [None] * runtime.topology.world.world_size), frozen=True)
-        return [s.host(0, s.stop - s.start) for s in contents.sources if isinstance(s, StateSlice)]
+        held = [each for each in engine_of(model).slices("master", "optimizer") if not each.single]
+        return [each.host(0, each.stop - each.start) for each in held]
 
     return Keeper(
         save=lambda path: zs.save(path, model, optimizer, overwrite=True),

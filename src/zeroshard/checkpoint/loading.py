@@ -115,7 +115,7 @@ def load(
     stages = _agree(runtime, path, optimizer, name, verify, strict, wanted)
     await_save(runtime)
     loading, extras = _put(runtime, stages, path, name, verify, trusted, strict, wanted)
-    how = agreed(runtime.topology.world, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
+    how = agreed(stages.world, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
     return Loaded(loading.opened.path, loading.opened.step, loading.opened.facts, extras, how)
 
 
@@ -124,7 +124,7 @@ def _put(
     wanted: dict[str, object],
 ) -> tuple[_Loading, dict[str, object]]:  # fmt: skip
     """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
-    world, mesh = runtime.topology.world, runtime.topology.mesh
+    world = stages.world
 
     def put(opened: Opened) -> tuple[_Loading, dict[str, object]]:
         loading = _Loading(runtime, stages, opened, strict, verify)
@@ -135,7 +135,7 @@ def _put(
         return loading, extras
 
     how = "small" if verify is True else bool(verify)
-    return use_any(world, path, name, put, verify=how, trusted=trusted, mesh=mesh)
+    return use_any(world, path, name, put, verify=how, trusted=trusted, mesh=stages.mesh)
 
 
 def _agree(
@@ -160,7 +160,7 @@ def _agree(
 
 def await_save(runtime: Runtime) -> None:
     """Wait until the model's background save is complete or has failed; a failure is not raised here (collective)."""
-    last = runtime.gate.saver.last if runtime.gate.saver is not None else None
+    last = saver.last if (saver := runtime.gate.saver) is not None else None
     if last is not None and not last.told:
         try:
             last.wait()
@@ -175,10 +175,10 @@ class _Loading:
         self.runtime, self.stages, self.core, self.opened, self.strict = runtime, stages, stages.core, opened, strict
         # of a checkpoint of which only small blocks are verified so far
         self.unverified = opened.manifest if verify is True else None
-        self.comm = runtime.topology.world
+        self.comm, self.model = stages.world, stages.model
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
-        self.values = engine_of(runtime.model).slices("value")
+        self.values = engine_of(self.model).slices("value")
         self.left_out: list[StateSlice] = []  # parameters that the checkpoint leaves out
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
@@ -199,10 +199,10 @@ class _Loading:
             self.opened.name_layers(self._layers)
         self.opened.fit(self.stages.names)
         if not self.opened.ours:
-            module_state.read_objects(self.runtime.model, self.opened, self.comm.rank)
+            module_state.read_objects(self.model, self.opened, self.comm.rank)
         problems, advice = self._compare_model()
         problems += self._compare_optimizer()
-        for name, kept in slices_of(extra, self.runtime.model).items():
+        for name, kept in slices_of(extra, self.model).items():
             saved = self.opened.slices.get(name, {})
             for each in kept:
                 stored = saved.get(each.name)
@@ -222,10 +222,10 @@ class _Loading:
         """Note where parameters are stored. Return the problems of parameters and buffers, and what to do about missing ones."""
         opened, runtime = self.opened, self.runtime
         if (manifest := self.unverified) is not None:  # comparing reads expanded buffers, so their checksums come first
-            expanded = [name for buffer in safetensors.others_of(runtime.model)[0] if buffer.expanded for name in buffer.names]
+            expanded = [name for buffer in safetensors.others_of(self.model)[0] if buffer.expanded for name in buffer.names]
             stored = [f"{holding.MODEL}{opened.saved_names.get(name, name)}" for name in expanded]
             check_tensors(opened.path, manifest, [name for name in stored if name in manifest.tensors])
-        fit = module_state.compare(runtime.model, self.values, opened.model, runtime.comm, self._by_stages or not opened.ours)
+        fit = module_state.compare(self.model, self.values, opened.model, runtime.comm, self._by_stages or not opened.ours)
         self.found = fit.found
         frozen = [each for each in self.values if not each.trainable] if opened.trained_only else []
         self.left_out = [each for each in frozen if fit.missing.pop(each.own_name, "")]
@@ -293,7 +293,7 @@ class _Loading:
     @property
     def _layers(self) -> tuple[str, ...]:
         """The name of each layer of a model that is a list of layers, as DeepSpeed's pipelines are; () for other models."""
-        return getattr(getattr(self.runtime.model, "pipeline_stage", None), "layers", ())
+        return getattr(getattr(self.model, "pipeline_stage", None), "layers", ())
 
     @property
     def _by_stages(self) -> bool:
@@ -419,7 +419,8 @@ class _Loading:
             return
         # reading verifies all checksums if the load needs the whole checkpoint, and states rest on the device
         noted = holding.GROUPS not in manifest.objects if self.core is None else self._restore().all_noted
-        tiers = {self.runtime.config.offload_param.tier, self.runtime.config.offload_optimizer.tier}
+        config = self.runtime.config
+        tiers = {config.offload_param.tier, config.offload_optimizer.tier}
         sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # read one by one, and only if `extra` asks
         if not noted or sliced or tiers != {Tier.DEVICE}:
             agreed(comm, "zs.load: checksums", lambda: check_digests(path, manifest, comm.rank, comm.world_size), path)
@@ -436,7 +437,7 @@ class _Loading:
 
         def read() -> None:
             bulk = self.reading.bulk = Bulk(path, manifest, saver_of(self.runtime).pool)
-            safetensors.note(self.runtime.model, self.found, self.opened.model, bulk)
+            safetensors.note(self.model, self.found, self.opened.model, bulk)
             if self.core is not None:
                 self._restore().note(bulk, has)
             available = available_nbytes()
@@ -465,8 +466,8 @@ class _Loading:
         runtime.topology.forget()
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
         safetensors.stream(runtime, found, stored, False)
-        computed = safetensors.read_computed(runtime.model, stored)
-        refused = module_state.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
+        computed = safetensors.read_computed(self.model, stored)
+        refused = module_state.give_back(self.model, self.opened, computed, reading, self.comm.rank)
         for each in self.values:
             each.loaded()
         if self.core is not None:

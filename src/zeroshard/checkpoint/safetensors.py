@@ -115,13 +115,14 @@ def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored]
 
     computed: also load tensors that hooks compute for the state dict.
     """
-    runtime.comm.fence_write()
-    for at, start, values, put in _reads(runtime.model, found, stored, "cpu"):
+    model, comm = runtime.model, runtime.comm
+    comm.fence_write()
+    for at, start, values, put in _reads(model, found, stored, "cpu"):
         at.read(start, values)
         put(values)
-    runtime.comm.fence_read()
+    comm.fence_read()
     if computed:
-        give_computed(runtime.model, read_computed(runtime.model, stored))
+        give_computed(model, read_computed(model, stored))
 
 
 def note(model: nn.Module, found: dict[str, Stored], stored: dict[str, Stored], bulk: Bulk) -> None:
@@ -136,13 +137,8 @@ def _reads(
 ) -> Iterator[tuple[Stored, int, Tensor, Callable[[Tensor], object]]]:
     """Yield what this rank loads: (stored tensor, first element, memory for the elements (n,), what puts them into place)."""
     for each in engine_of(model).slices("value"):
-        if (at := found.get(each.own_name)) is None:
-            continue
-        start, stop = each.held
-        if device == "cpu" and (place := each.place()) is not None:
-            yield at, start, place, lambda values: None
-        else:
-            yield at, start, empty(stop - start, each.taken(at.dtype), device), each.write
+        if (at := found.get(each.own_name)) is not None:
+            yield at, *each.receive(at.dtype, device)
     for buffer in others_of(model)[0]:
         if (at := buffer.stored_in(stored)) is not None:
             yield at, 0, empty(buffer.tensor.numel(), buffer.tensor.dtype, device), buffer.put
@@ -262,7 +258,8 @@ class _Listing:
 
 def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Listing, _Listing]:
     """Return what this rank's stage writes and what all pipeline stages write, of which each tells the others (collective)."""
-    mine, problem, world, stages = _Listing(), None, runtime.topology.world, runtime.topology.stages
+    mine, problem, topology = _Listing(), None, runtime.topology
+    world, stages, stage = topology.world, topology.stages, topology.stage
     try:
         mine = _Listing.of(runtime.model, dtype)
     except ConfigError as error:
@@ -271,7 +268,7 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
         problem = error
     if world is runtime.comm:
         return mine, mine
-    tells = world.rank == stages[runtime.topology.stage][0] and len(stages) > 1
+    tells = world.rank == stages[stage][0] and len(stages) > 1
     told = exchange_values(world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names")
     raise_first([failed for failed, _ in told], world.rank, problem)
     if len(stages) == 1:
@@ -280,7 +277,7 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
     metadata: dict[str, str] = {}
     for number, ranks in enumerate(stages):
         _, (names, ties) = told[ranks[0]]
-        if number == runtime.topology.stage:
+        if number == stage:
             mine = replace(mine, sources=[each for each in mine.sources if each[0] not in tensors])  # earlier stages write those
         for name, (kind, shape) in names.items():
             kept = tensors.setdefault(name, (kind, tuple(shape)))

@@ -37,9 +37,10 @@ from .writing import Plan, Save, Saver, Writing, write_error
 
 def saver_of(runtime: Runtime) -> Saver:
     """Return the model's Saver; the first call makes it."""
-    if runtime.gate.saver is None:
-        runtime.gate.saver = Saver(runtime)
-    return runtime.gate.saver
+    gate = runtime.gate
+    if gate.saver is None:
+        gate.saver = Saver(runtime)
+    return gate.saver
 
 
 def save(
@@ -110,7 +111,7 @@ def save(
     stages, told = agree(runtime, core, "zs.save", {} if plan is None else vars(plan), problem, digests)
     assert plan is not None
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
-    return _write(saver, plan, stages, extras, alike(runtime.topology.world, extras, told), slices, files or {}, begin)
+    return _write(saver, plan, stages, extras, alike(stages.world, extras, told), slices, files or {}, begin)
 
 
 def _write(
@@ -122,7 +123,7 @@ def _write(
     Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere; CheckpointError while
     the last save runs (`if_busy`), and its error if that was not raised yet.
     """
-    runtime, world, last = saver.runtime, saver.runtime.topology.world, saver.last
+    runtime, world, last = saver.runtime, stages.world, saver.last
     problem: ModelMismatch | None = None
     try:
         runtime.values.agree()

@@ -32,10 +32,11 @@ class Stages:
 
     def __init__(self, runtime: Runtime, core: OptimizerCore | None, told: list[Any]) -> None:
         """told: what each stage's first rank told (see `agree`), by rank. Raises ConfigError on every rank if optimizers do not match."""
-        self.runtime, self.core, topology = runtime, core, runtime.topology
-        self.several, self.stage, self.rank = len(topology.stages) > 1, topology.stage, topology.world.rank
-        self.leads = self.rank == topology.stages[self.stage][0]  # one rank of a stage writes what is said once for its model
-        self.told = [told[ranks[0]] for ranks in topology.stages]
+        topology, stages = runtime.topology, runtime.topology.stages
+        self.runtime, self.core, self.model, self.mesh = runtime, core, runtime.model, topology.mesh
+        self.world, self.several, self.stage = topology.world, len(stages) > 1, topology.stage
+        self.leads = self.world.rank == stages[self.stage][0]  # one rank of a stage writes what is said once for its model
+        self.told = [told[ranks[0]] for ranks in stages]
         self._earlier = {name for each in self.told[: self.stage] for name in each["names"]}
         counts = [None if each is None or each["members"] is None else len(each["members"]) for each in self.told]
         if len(set(counts)) > 1:
@@ -55,18 +56,18 @@ class Stages:
     @property
     def names(self) -> set[str]:
         """Names in the state dicts of all stages' models, with all names of tied parameters."""
-        return {name for each in self.told for name in each["names"]} if self.several else _names(self.runtime.model)
+        return {name for each in self.told for name in each["names"]} if self.several else _names(self.model)
 
     @property
     def partly_frozen(self) -> bool:
         """True if some parameters are trained and some are frozen."""
-        told = [each["trains"] for each in self.told] if self.several else [_trains(self.runtime.model)]
+        told = [each["trains"] for each in self.told] if self.several else [_trains(self.model)]
         return any(some for some, _ in told) and any(others for _, others in told)
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the names of their members at all stages, and with this rank's options."""
         assert self.core is not None
-        found = param_groups(self.runtime.model, self.core.outer)
+        found = param_groups(self.model, self.core.outer)
         for number, group in enumerate(found) if self.several else ():
             group["params"] = list(dict.fromkeys(name for each in self.told for name in each["members"][number]))
         return found

@@ -120,8 +120,8 @@ def collect(stages: Stages, *, frozen: bool, slices: dict[str, list[StateSlice]]
 
     stages: says which stage of a pipeline writes a name. slices: slices that extras keep of parameters, by the extra's name.
     """
-    contents, runtime = Contents(), stages.runtime
-    engine, rank = engine_of(runtime.model), stages.rank
+    contents, runtime, model = Contents(), stages.runtime, stages.model
+    engine, rank = engine_of(model), stages.world.rank
     masters = engine.slices("master")
     for each in filter(stages.writes, masters):
         contents.ties |= dict.fromkeys(each.names[1:], each.name)
@@ -131,7 +131,7 @@ def collect(stages: Stages, *, frozen: bool, slices: dict[str, list[StateSlice]]
             contents.add(each, "model", each.name)
     if stages.leads:  # one rank of a stage writes what the state dict has besides parameters
         params = {id(each.param) for each in masters}
-        for name, value in own_state(runtime.model).items():
+        for name, value in own_state(model).items():
             if id(value) in params or not stages.has_first(name):
                 continue
             if isinstance(value, Tensor):

@@ -10,7 +10,7 @@ sharded ones are: at every stage the slices of all ranks, those that are `counte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..config import Tier
 from ..errors import ConfigError
+from ..memory.io.aligned import empty
 from ..offload.storage import CodedRest, Rest
 from ..optim.state_loading import Reader, copy_to_rest
 from ..tensor.distributed import Distribution
@@ -158,24 +159,22 @@ class StateSlice(NamedPart):
         """Write the slice's elements of a stored tensor, some MiB at a time."""
         copy_to_rest(stored, self.start, self.stop, self._elements, self._begin)
 
-    @property
-    def held(self) -> tuple[int, int]:
-        """Elements [start, stop) of a value that `write` takes: the slice; if the parameter is replicated, all."""
-        return (self.start, self.stop) if self._group.values.sharded else (0, math.prod(self.extents))
+    def receive(self, given: torch.dtype, device: str) -> tuple[int, Tensor, Callable[[Tensor], object]]:
+        """Return what is to be loaded of a value stored in dtype `given`: (first element, memory (n,), what puts it into place).
 
-    def taken(self, given: torch.dtype) -> torch.dtype:
-        """Return the dtype in which `write` takes values that are stored in another: fp32 if a master can hold what these have."""
-        if not self._group.values.sharded:
-            return given
-        return torch.float32 if self._group.masters.rest is not None and given != self.dtype else self.dtype
-
-    def place(self) -> Tensor | None:
-        """Return a view of a value's elements `held`, for the caller to write at once; None where `write` is needed."""
-        whole = self._group.masters.rest is not None or not self._group.values.sharded
-        return None if whole else self._group.place(self._index)
+        Of a replicated parameter that is all. The memory is fp32 if a master can hold what is stored. On "cpu" it may be the value's
+        own, to be written at once; on "meta" it only shows shape and dtype.
+        """
+        group, masters = self._group, self._group.masters.rest
+        if not group.values.sharded:
+            return 0, empty(math.prod(self.extents), given, device), self.write
+        if device == "cpu" and masters is None and (place := group.place(self._index)) is not None:
+            return self.start, place, lambda values: None
+        dtype = torch.float32 if masters is not None and given != self.dtype else self.dtype
+        return self.start, empty(self.stop - self.start, dtype, device), self.write
 
     def write(self, values: Tensor) -> None:
-        """Write a value's elements `held` (n,), and the same to its master."""
+        """Write a value (n,), of a replicated parameter the whole, and the same to its master."""
         group, index = self._group, self._index
         if not group.values.sharded:
             write_value(group, index, values.view(self.extents))
