@@ -186,7 +186,9 @@ class StateSlice(NamedPart):
 
     def loaded(self) -> None:
         """Record that all ranks have loaded the value, its master and states: neither of them is newer than the others."""
-        self._group.masters.loaded(self._index)
+        masters = self._group.masters
+        masters.traces = {key: trace for key, trace in masters.traces.items() if key[0] != self._index}
+        masters.written(self._index)
 
 
 def named_parts(model: nn.Module, specs: Iterable[ParamSpec]) -> list[NamedPart]:

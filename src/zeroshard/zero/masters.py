@@ -112,8 +112,3 @@ class Masters:
         if self.versions:
             self.versions[index] = torch_compat.version(self.group.params[index])
         self.dirty.discard(index)
-
-    def loaded(self, index: int) -> None:
-        """Record that a parameter, its master and its states have been loaded: no write before it counts."""
-        self.traces = {key: trace for key, trace in self.traces.items() if key[0] != index}
-        self.written(index)
