@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.checkpoint.stages import Stages
-from zeroshard.checkpoint.state_map import collect
+from zeroshard.seam import engine_of
 from zeroshard.utils import torch_compat
 from zeroshard.zero.runtime import runtime_of
 
@@ -243,10 +242,8 @@ def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keep
         return lambda: saving.stall_seconds, saving.wait
 
     def states() -> list[Tensor]:
-        runtime, core = runtime_of(model), optimizer.core  # type: ignore[attr-defined]
-        contents = collect(runtime, core, frozen=True, names=Stages(runtime, core, [None] * runtime.topology.world.world_size))
-        ends = [begin + place.stop - place.start for begin, place in zip(contents.begins, contents.places, strict=True)]
-        return [s.host(b, e) for s, b, e in zip(contents.sources, contents.begins, ends, strict=True)]
+        held = [each for each in engine_of(model).slices("master", "optimizer") if not each.single]
+        return [each.host(0, each.stop - each.start) for each in held]
 
     return Keeper(
         save=lambda path: zs.save(path, model, optimizer, overwrite=True),

@@ -32,6 +32,7 @@ from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_opti
 from .optim.state_view import state_by_param
 from .optim.take_over import TakeOver
 from .optim.validation import check_optimizer
+from .state.slices import named_parts
 from .tensor import distributed
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
@@ -165,7 +166,7 @@ def _shard(
         planned.compare(group, world)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
-    stored, found = open_weights(world, group, weights, model, specs) if weights is not None else ({}, {})
+    stored, found = open_weights(world, group, weights, model, named_parts(model, specs)) if weights is not None else ({}, {})
     divided = None
     if axes.divided is not None:
         divided = group.subgroup(axes.divided.groups), [spec for spec in specs if axes.divides(spec.distribution)]

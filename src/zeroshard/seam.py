@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from .comm.base import DirectComm
 from .memory.ledger import Observer as Observer
 from .reports.snapshot import Snapshot, snapshot_of
+from .state.slices import StateSlice, slices_of
 from .zero import verbs
 from .zero.mixed_precision import LossScaler
 from .zero.runtime import Runtime, runtime_of
@@ -68,6 +69,25 @@ class Engine:
         Raise ConfigError if the model's optimizer was made since zs.shard and is refused.
         """
         return snapshot_of(self._runtime)
+
+    def slices(self, *kinds: str) -> list[StateSlice]:
+        """Return this rank's slices of the model's states, by name; not collective, and it waits for nothing.
+
+            for each in engine.slices("master", "optimizer"):
+                if each.counted and not each.single:
+                    print(each.kind, each.name, each.shape, f"[{each.start}, {each.stop})", each.host(0, each.stop - each.start))
+
+        kinds, each in the order of the model's units (of optimizer states: of its groups):
+
+            "value"             parameters as they rest
+            "master"            what the optimizer steps: fp32 masters, or values where there are none
+            "optimizer"         all states of the model's optimizer, of kinds "optimizer:exp_avg" and so on; none before the first step
+            "optimizer:NAME"    one of them
+            "average:NUMBER"    averages of the trained parameters; the number counts calls of zs.ema
+
+        Raise ConfigError for another kind.
+        """
+        return slices_of(self._runtime, kinds)
 
     def begin(self, verb: str, *also: str, note: bool = True) -> None:
         """Raise unless the model is as a public function needs it: `verb` names a row of `zero.verbs.VERBS` (see its `begin`)."""

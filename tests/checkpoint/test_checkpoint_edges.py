@@ -471,7 +471,7 @@ def test_a_buffer_goes_round_only_when_all_reads_into_it_have_ended(tmp_path, mo
             if self.number == 0:
                 raise zs.OffloadIOError("swap", 0, errno.EIO, "read")
 
-    monkeypatch.setattr(writing.holding.MemoryRest, "read", lambda self, start, out: Reading(len(ended) + reads.pop()))
+    monkeypatch.setattr(writing.holding.StateSlice, "read", lambda self, start, out: Reading(len(ended) + reads.pop()))
     reads = list(range(1000))[::-1]
     with pytest.raises(zs.OffloadIOError):
         zs.save(tmp_path, model, optimizer)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..state.slices import StateSlice
 from ..tensor.tiled_parameter import Part
-from ..zero.unit import ParamGroup
 
 _CHUNK_NUMEL = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,29 +51,27 @@ class Identity:
 
 
 @torch.no_grad()
-def identities(parameters: Iterable[tuple[ParamGroup, int]]) -> dict[str, Identity]:
+def identities(parameters: Iterable[StateSlice]) -> dict[str, Identity]:
     """Return the identities of this rank's slices, by name; the caller adds up all ranks'.
 
     A tile has an identity of its own. The shards along model axes add up to the identity of the whole parameter.
     """
     found = {}
-    for group, index in parameters:
-        home, spec, part, rest = group.homes[index], group.specs[index], group.specs[index].part, group.values.rest
-        if not group.counts:  # another rank along a model axis has the same elements and counts them
+    for each in parameters:
+        if not each.counted:  # another rank along a model axis has the same elements and counts them
             continue
-        name = spec.whole_name
-        if spec.distribution is None and part is not None:
-            name, part = f"{name}[{part.dim}:{part.start}:{part.stop}]", None
+        name, part, shape = each.name, each.part, each.shape
+        if part is not None and each.tile:
+            name, part, shape = f"{name}[{part.dim}:{part.start}:{part.stop}]", None, each.extents
         exact = rounded = half = 0
-        for first in range(home.start, home.stop, _CHUNK_NUMEL):
-            last = min(first + _CHUNK_NUMEL, home.stop)
-            values = rest.host(home.begin + first - home.start, home.begin + last - home.start)
+        for first in range(each.start, each.stop, _CHUNK_NUMEL):
+            last = min(first + _CHUNK_NUMEL, each.stop)
+            values = each.host(first - each.start, last - each.start)
             places = _places(first, last, part).mul_(_SPREAD)  # overflows modulo 2^64
             exact += _sum(values, places)
             rounded += _sum(values.to(torch.bfloat16), places)
             half += _sum(values.to(torch.float16), places)
-        shape = spec.shape if part is None else part.whole_shape
-        found[name] = Identity(str(rest.dtype), list(shape), *(f"{total % 2**64:016x}" for total in (exact, rounded, half)))
+        found[name] = Identity(str(each.dtype), list(shape), *(f"{total % 2**64:016x}" for total in (exact, rounded, half)))
     return found
 
 

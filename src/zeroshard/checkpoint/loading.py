@@ -25,12 +25,12 @@ from ..config import Tier
 from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError
 from ..memory.host_memory import available_nbytes
 from ..memory.io.tensor_reader import Stored
-from ..offload.storage import Rest
 from ..optim import state_loading
 from ..optim.state_loading import SavedState
+from ..seam import engine_of
+from ..state.slices import StateSlice
 from ..utils.host import ranks_here
 from ..zero.runtime import Runtime, runtime_of
-from ..zero.unit import ParamGroup
 from ..zero.verbs import begin
 from . import directory, module_state, safetensors
 from . import state_map as holding
@@ -115,7 +115,7 @@ def load(
     stages = _agree(runtime, path, optimizer, name, verify, strict, wanted)
     await_save(runtime)
     loading, extras = _put(runtime, stages, path, name, verify, trusted, strict, wanted)
-    how = agreed(runtime.topology.world, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
+    how = agreed(stages.world, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
     return Loaded(loading.opened.path, loading.opened.step, loading.opened.facts, extras, how)
 
 
@@ -124,7 +124,7 @@ def _put(
     wanted: dict[str, object],
 ) -> tuple[_Loading, dict[str, object]]:  # fmt: skip
     """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
-    world, mesh = runtime.topology.world, runtime.topology.mesh
+    world = stages.world
 
     def put(opened: Opened) -> tuple[_Loading, dict[str, object]]:
         loading = _Loading(runtime, stages, opened, strict, verify)
@@ -135,7 +135,7 @@ def _put(
         return loading, extras
 
     how = "small" if verify is True else bool(verify)
-    return use_any(world, path, name, put, verify=how, trusted=trusted, mesh=mesh)
+    return use_any(world, path, name, put, verify=how, trusted=trusted, mesh=stages.mesh)
 
 
 def _agree(
@@ -160,7 +160,7 @@ def _agree(
 
 def await_save(runtime: Runtime) -> None:
     """Wait until the model's background save is complete or has failed; a failure is not raised here (collective)."""
-    last = runtime.gate.saver.last if runtime.gate.saver is not None else None
+    last = saver.last if (saver := runtime.gate.saver) is not None else None
     if last is not None and not last.told:
         try:
             last.wait()
@@ -175,15 +175,16 @@ class _Loading:
         self.runtime, self.stages, self.core, self.opened, self.strict = runtime, stages, stages.core, opened, strict
         # of a checkpoint of which only small blocks are verified so far
         self.unverified = opened.manifest if verify is True else None
-        self.comm = runtime.topology.world
+        self.comm, self.model = stages.world, stages.model
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
-        self.left_out: list[tuple[ParamGroup, int]] = []  # (group, index) of parameters that the checkpoint leaves out
+        self.values = engine_of(self.model).slices("value")
+        self.left_out: list[StateSlice] = []  # parameters that the checkpoint leaves out
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
         self.reading = Reading()
         self.restoring: state_loading.Restoring | None = None
-        self.slices: list[tuple[str, ParamGroup, int, Rest]] = []  # (key in `stored_slices`, then their destination)
+        self.slices: list[tuple[str, StateSlice]] = []  # of extras, with their keys in `stored_slices`
         self.stored_slices: dict[str, Stored] = {}
 
     # -- compare ---------------------------------------------------------------------------------------------
@@ -191,29 +192,27 @@ class _Loading:
     def compare(self, extra: dict[str, object]) -> dict[str, object]:
         """Find all of the model's entries; return the saved extras. Raise CheckpointMismatch with all entries that do not fit."""
         if self._by_stages or not self.opened.ours:
-            prefixes = safetensors.prefixes_of(self.runtime.model)
-            for spec in (spec for group in self.runtime.groups for spec in group.specs):
-                self.aliases |= dict.fromkeys(safetensors.names_of(prefixes, spec), spec.whole_name)
-                self.aliases.pop(spec.whole_name, None)
+            for each in self.values:
+                self.aliases |= dict.fromkeys(each.names, each.name)
+                self.aliases.pop(each.name)
         if not self.opened.ours:
             self.opened.name_layers(self._layers)
         self.opened.fit(self.stages.names)
         if not self.opened.ours:
-            module_state.read_objects(self.runtime.model, self.opened, self.comm.rank)
+            module_state.read_objects(self.model, self.opened, self.comm.rank)
         problems, advice = self._compare_model()
         problems += self._compare_optimizer()
-        for name, shards in slices_of(extra, self.runtime.model).items():
+        for name, kept in slices_of(extra, self.model).items():
             saved = self.opened.slices.get(name, {})
-            for group, rest in shards:
-                for index, spec in enumerate(group.specs):
-                    stored, shape = saved.get(spec.whole_name), spec.whole_shape
-                    if stored is None or stored.shape != shape:
-                        found = stored.shape if stored else "nothing"
-                        problems.append(f"  extra {name}: {spec.whole_name}: saved {found}, wanted {shape}")
-                        continue
-                    key = f"{name}.{spec.name}"
-                    self.stored_slices[key] = stored.cut(spec.part)
-                    self.slices.append((key, group, index, rest))
+            for each in kept:
+                stored = saved.get(each.name)
+                if stored is None or stored.shape != each.shape:
+                    found = stored.shape if stored else "nothing"
+                    problems.append(f"  extra {name}: {each.name}: saved {found}, wanted {each.shape}")
+                    continue
+                key = f"{name}.{each.own_name}"
+                self.stored_slices[key] = stored.cut(each.part)
+                self.slices.append((key, each))
         problems += advice
         if problems:
             raise CheckpointMismatch(f"{self.opened.path} does not fit the model; nothing was changed.\n" + "\n".join(problems))
@@ -223,16 +222,13 @@ class _Loading:
         """Note where parameters are stored. Return the problems of parameters and buffers, and what to do about missing ones."""
         opened, runtime = self.opened, self.runtime
         if (manifest := self.unverified) is not None:  # comparing reads expanded buffers, so their checksums come first
-            expanded = [name for buffer in safetensors.others_of(runtime.model)[0] if buffer.expanded for name in buffer.names]
+            expanded = [name for buffer in safetensors.others_of(self.model)[0] if buffer.expanded for name in buffer.names]
             stored = [f"{holding.MODEL}{opened.saved_names.get(name, name)}" for name in expanded]
             check_tensors(opened.path, manifest, [name for name in stored if name in manifest.tensors])
-        specs = [spec for group in runtime.groups for spec in group.specs]
-        fit = module_state.compare(runtime.model, specs, opened.model, runtime.comm, self._by_stages or not opened.ours)
+        fit = module_state.compare(self.model, self.values, opened.model, runtime.comm, self._by_stages or not opened.ours)
         self.found = fit.found
-        for group in runtime.groups if opened.trained_only else ():
-            for index, spec in enumerate(group.specs):
-                if not group.trainable and fit.missing.pop(spec.name, ""):
-                    self.left_out.append((group, index))
+        frozen = [each for each in self.values if not each.trainable] if opened.trained_only else []
+        self.left_out = [each for each in frozen if fit.missing.pop(each.own_name, "")]
         of_stages, advice = self.stages.names if self.stages.several else set(), []
         same = {first for alias, first in opened.ties.items() if alias in fit.used} | opened.ties.keys() | of_stages
         unexpected = {name: at.shape for name, at in opened.model.items() if name not in fit.used | same}
@@ -297,7 +293,7 @@ class _Loading:
     @property
     def _layers(self) -> tuple[str, ...]:
         """The name of each layer of a model that is a list of layers, as DeepSpeed's pipelines are; () for other models."""
-        return getattr(getattr(self.runtime.model, "pipeline_stage", None), "layers", ())
+        return getattr(getattr(self.model, "pipeline_stage", None), "layers", ())
 
     @property
     def _by_stages(self) -> bool:
@@ -317,23 +313,22 @@ class _Loading:
             key for name, states in entries.items() for key, stored in states.items()
             if not isinstance(stored, Stored) or (stored.shape == () and shapes.get(name, ()) != ())
         }  # fmt: skip
-        for group in self.runtime.groups:
-            for index, spec in enumerate(group.specs):
-                name, shape, state = spec.whole_name, shapes.get(spec.whole_name, ()), SavedState()
-                for key, stored in (entries.get(name) or entries.get(self._one(name), {})).items():
-                    if not isinstance(stored, Stored):
-                        state.scalars[key] = stored
-                    elif key not in counters and stored.shape == shape:
-                        state.tensors[key] = stored.cut(spec.part)
-                    elif not ours and stored.shape != ():
-                        problems.append(f"  optimizer: {key} of {name}: saved {stored.shape}, wanted {shape}")
-                    else:
-                        state.scalars[key] = read_value(stored)
-                if not ours and isinstance(state.scalars.get("step"), int):
-                    # torch's optimizers keep step as a float tensor on the host
-                    state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")
-                if state.tensors or state.scalars:
-                    self.states[id(group.params[index])] = state
+        for each in self.values:
+            name, shape, state = each.name, shapes.get(each.name, ()), SavedState()
+            for key, stored in (entries.get(name) or entries.get(self._one(name), {})).items():
+                if not isinstance(stored, Stored):
+                    state.scalars[key] = stored
+                elif key not in counters and stored.shape == shape:
+                    state.tensors[key] = stored.cut(each.part)
+                elif not ours and stored.shape != ():
+                    problems.append(f"  optimizer: {key} of {name}: saved {stored.shape}, wanted {shape}")
+                else:
+                    state.scalars[key] = read_value(stored)
+            if not ours and isinstance(state.scalars.get("step"), int):
+                # torch's optimizers keep step as a float tensor on the host
+                state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")
+            if state.tensors or state.scalars:
+                self.states[id(each.param)] = state
         return problems
 
     def check_base(self) -> None:
@@ -424,7 +419,8 @@ class _Loading:
             return
         # reading verifies all checksums if the load needs the whole checkpoint, and states rest on the device
         noted = holding.GROUPS not in manifest.objects if self.core is None else self._restore().all_noted
-        tiers = {self.runtime.config.offload_param.tier, self.runtime.config.offload_optimizer.tier}
+        config = self.runtime.config
+        tiers = {config.offload_param.tier, config.offload_optimizer.tier}
         sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # read one by one, and only if `extra` asks
         if not noted or sliced or tiers != {Tier.DEVICE}:
             agreed(comm, "zs.load: checksums", lambda: check_digests(path, manifest, comm.rank, comm.world_size), path)
@@ -441,7 +437,7 @@ class _Loading:
 
         def read() -> None:
             bulk = self.reading.bulk = Bulk(path, manifest, saver_of(self.runtime).pool)
-            safetensors.note(self.runtime, self.found, self.opened.model, bulk)
+            safetensors.note(self.model, self.found, self.opened.model, bulk)
             if self.core is not None:
                 self._restore().note(bulk, has)
             available = available_nbytes()
@@ -470,21 +466,18 @@ class _Loading:
         runtime.topology.forget()
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
         safetensors.stream(runtime, found, stored, False)
-        computed = safetensors.read_computed(runtime.model, stored)
-        refused = module_state.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
-        for group in runtime.groups:
-            group.masters.traces.clear()
-            for index in range(len(group.params)):
-                group.masters.written(index)  # streaming has written parameters and masters: neither is newer
+        computed = safetensors.read_computed(self.model, stored)
+        refused = module_state.give_back(self.model, self.opened, computed, reading, self.comm.rank)
+        for each in self.values:
+            each.loaded()
         if self.core is not None:
             self._restore().put(write_over=True)
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):
                 taken = given.keys() if self.opened.ours else (given.keys() & mine.keys()) - _IMPLEMENTATION
                 mine.update({key: given[key] for key in taken - _MEMBERS})
         stored = reading.guard(self.stored_slices)
-        for key, group, index, rest in self.slices:
-            home = group.homes[index]
-            state_loading.copy_to_rest(stored[key], home.start, home.stop, rest, home.begin)
+        for key, each in self.slices:
+            each.fill(stored[key])
         self._take_own()
         outcome = (reading.error, None if refused is None else str(refused))
         everyone = exchange_values(self.comm, outcome, "zs.load: read")

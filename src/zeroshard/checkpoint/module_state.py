@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..comm.base import DirectComm
 from ..errors import CheckpointError, did_you_mean
 from ..memory.io.tensor_reader import Stored, differ
+from ..state.slices import NamedPart
 from ..utils.module_names import own_name, own_state, step_inside
-from ..zero.parameter import ParamSpec
 from . import safetensors
 from .bulk_reader import Reading
 from .source import Opened, first_of, read_value
@@ -45,21 +45,20 @@ class Fit:
 
 
 def compare(
-    model: nn.Module, specs: Iterable[ParamSpec], stored: Mapping[str, Stored], comm: DirectComm, twice: bool = True,
+    model: nn.Module, parts: Iterable[NamedPart], stored: Mapping[str, Stored], comm: DirectComm, twice: bool = True,
     computes: bool = True,
 ) -> Fit:  # fmt: skip
-    """Compare a model's parameters, buffers and computed tensors with stored ones.
+    """Compare a model's parameters (`parts`), buffers and computed tensors with stored ones.
 
     comm: ranks with the same part of the model; each compares its share of the values of tied parameters. twice: tied parameters
     may be stored under several names; otherwise only the first counts. Buffers that are not persistent need not be stored.
     computes: compare what hooks compute; otherwise it may be missing, or of another shape.
     """
-    fit, prefixes = Fit(), safetensors.prefixes_of(model)
-    for spec in specs:
-        shape = spec.whole_shape
-        names = [n for n in dict.fromkeys((spec.whole_name, *safetensors.names_of(prefixes, spec))) if n in stored]
+    fit = Fit()
+    for part in parts:
+        shape, names = part.shape, [name for name in part.names if name in stored]
         if not names:
-            fit.missing[spec.name] = f"{spec.whole_name} {shape}"
+            fit.missing[part.own_name] = f"{part.name} {shape}"
             continue
         fit.used.update(names if twice else names[:1])
         other = [name for name in names if stored[name].shape != shape]
@@ -69,7 +68,7 @@ def compare(
                 untie = "to which the model ties it; build it without the tie"
                 fit.problems.append(f"untied: {name}: saved with other values than {names[0]}, {untie}")
         if not other:
-            fit.found[spec.name] = stored[names[0]].cut(spec.part)
+            fit.found[part.own_name] = stored[names[0]].cut(part.part)
     buffers, computed = safetensors.others_of(model)
     wanted = [(buffer.kept, buffer.names, buffer.tensor) for buffer in buffers]
     wanted += [([name], [name], value) for name, value in computed.items()] if computes else []
@@ -90,10 +89,10 @@ def compare(
     return fit
 
 
-def names_in(model: nn.Module, specs: Iterable[ParamSpec]) -> set[str]:
+def names_in(model: nn.Module, parts: Iterable[NamedPart]) -> set[str]:
     """Return the names in a model's state dict, with all names of tied parameters and of buffers."""
-    prefixes, (buffers, computed) = safetensors.prefixes_of(model), safetensors.others_of(model)
-    found = {name for spec in specs for name in (spec.whole_name, *safetensors.names_of(prefixes, spec))}
+    buffers, computed = safetensors.others_of(model)
+    found = {name for part in parts for name in part.names}
     found |= {name for buffer in buffers for name in buffer.names} | computed.keys()
     return found | takers(model).keys()
 

@@ -1,7 +1,7 @@
 """The layout of one rank's data file, and the ranges of bytes that file_writer.py writes.
 
 Tensors on disk come first, so that they never take more than a few buffers; then tensors that users may write at any time; last
-the guarded ones (see Contents), which can be copied while training goes on.
+the guarded ones (see StateSlice), which can be copied while training goes on.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class FileLayout:
     @classmethod
     def of(cls, contents: Contents) -> FileLayout:
         """Return the layout of tensors, without objects. Equal entries give an equal layout, which `Saver` relies on."""
-        on_disk = [source.tier is Tier.DISK for source in contents.sources]
-        order = sorted(range(len(contents.entries)), key=lambda i: (not on_disk[i], contents.guarded[i]))
+        sources = contents.sources
+        order = sorted(range(len(sources)), key=lambda i: (not sources[i].on_disk, sources[i].guarded))
         blobs, end, at_once = [], 0, 0
         for number in order:
             entry = contents.entries[number]
@@ -65,7 +65,7 @@ class FileLayout:
                 data = end + len(prefix)
                 nbytes = len(prefix) + box.numel * entry.dtype.itemsize + len(suffix)
                 blobs.append(Blob(end, nbytes, data, number, first, box, prefix, suffix))
-                at_once += on_disk[number] or not contents.guarded[number]
+                at_once += sources[number].on_disk or not sources[number].guarded
                 end = -(-(end + nbytes) // ALIGN) * ALIGN
         return cls(contents.entries, blobs, end, at_once)
 
@@ -92,8 +92,7 @@ class FileLayout:
         for blob in self.blobs:
             yield end, between.ljust(blob.offset - end, b"\0") + blob.prefix
             entry, source = self.entries[blob.entry], contents.sources[blob.entry]
-            begin = contents.begins[blob.entry] + blob.first
-            read = lambda first, out, source=source, begin=begin: source.read(begin + first, out)  # noqa: E731
+            read = lambda first, out, source=source, begin=blob.first: source.read(begin + first, out)  # noqa: E731
             yield blob.data, Elements(entry.dtype, blob.box.numel, read)
             end, between = blob.offset + blob.nbytes - len(blob.suffix), blob.suffix
         for _, offset, value in self.objects:

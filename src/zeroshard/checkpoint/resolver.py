@@ -17,9 +17,9 @@ from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
 from ..memory.io.tensor_reader import Stored, StoredBoxes, StoredCoded, StoredTensor
+from ..state.slices import NamedPart
 from ..tensor.chunks import overlap
 from ..tensor.state_codecs import labelled_column
-from ..zero.parameter import ParamSpec
 from . import directory, module_state, safetensors
 from . import state_map as holding
 from .file_writer import DIGEST_NBYTES, compare_digests
@@ -274,27 +274,27 @@ def _open_found(
 
 
 def open_weights(
-    comm: DirectComm, peers: DirectComm, path: str | os.PathLike, model: nn.Module, specs: list[ParamSpec]
+    comm: DirectComm, peers: DirectComm, path: str | os.PathLike, model: nn.Module, parts: list[NamedPart]
 ) -> tuple[dict[str, Stored], dict[str, Stored]]:
     """Open the weights of any checkpoint for a model (collective).
 
     Return stored parameters and buffers under the model's names, and for each parameter name this rank's part of it.
 
-    peers: ranks of `comm` that have the same part of the model. Raises as `open_any`, and ModelMismatch.
+    parts: the model's parameters. peers: ranks of `comm` that have the same part of the model. Raises as `open_any`, and ModelMismatch.
     """
     try:
         opened = open_any(comm, path, values=False)
     except CheckpointNotFound as error:
         what = f"expected a .safetensors file or a folder of them, a checkpoint of zs.save, or {RECOGNISED}"
         raise CheckpointNotFound(f"weights={str(path)!r}: {what}. {error}") from None
-    opened.fit(module_state.names_in(model, specs))
+    opened.fit(module_state.names_in(model, parts))
     stored = opened.model
     for buffer in safetensors.others_of(model)[0]:
         if (at := buffer.stored_in(stored)) is not None:
             stored |= dict.fromkeys(buffer.names, at)
 
     def check() -> dict[str, Stored]:
-        fit = module_state.compare(model, specs, stored, peers, computes=False)  # hooks make that from the parameters
+        fit = module_state.compare(model, parts, stored, peers, computes=False)  # hooks make that from the parameters
         if lines := fit.lines([name for name in stored if name not in fit.used]):
             raise ModelMismatch(f"weights do not fit the model ({len(lines)} problems): {'; '.join(lines[:10])}")
         return fit.found

@@ -26,24 +26,21 @@ from torch import Tensor, nn
 
 from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
-from ..config import Tier
 from ..errors import ConfigError, OffloadIOError, ZeroshardError
 from ..memory.io.aligned import bytes_of, empty
 from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
-from ..offload.storage import MemoryRest, Rest
-from ..tensor.tiled_parameter import Part, part_of, whole_name
+from ..seam import engine_of
+from ..state.slices import StateSlice
+from ..tensor.tiled_parameter import whole_name
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name, own_state
-from ..utils.work import OVER, Work
-from ..zero.parameter import ParamSpec
 from ..zero.rank_consistency import distinct
 from ..zero.runtime import Runtime, runtime_of
-from ..zero.shard_model import write_value
-from ..zero.unit import ParamGroup
 from ..zero.verbs import begin
 from .directory import sync
 from .file_writer import Elements, Range, write_ranges
 from .heartbeat import raise_first, telling
+from .state_map import HostCopy
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "U64": torch.uint64,
@@ -56,20 +53,6 @@ SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 FOREIGN_DTYPES = {"F6_E2M3", "F6_E3M2"}  # dtypes of the format that torch does not have
 EXTRA_STATE = "_extra_state"  # torch's name for the value of `get_extra_state` in state dicts
 EXPANDED = "the model's is expanded, so that its rows share memory, and those stored differ; clone() it in the model"
-
-
-def prefixes_of(model: nn.Module) -> dict[int, list[str]]:
-    """Return id of each module -> its own names, in order; a module that is registered more than once has several."""
-    found: dict[int, list[str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(id(module), []).append(own_name(model, prefix))
-    return found
-
-
-def names_of(prefixes: dict[int, list[str]], spec: ParamSpec) -> list[str]:
-    """Return all names of a parameter, those of its ties included. For a tile: the names of the whole parameter."""
-    names = [(f"{prefix}.{a}" if prefix else a, part_of(o, a)) for o, a in spec.owners for prefix in prefixes.get(id(o), ())]
-    return [name if part is None else whole_name(name) for name, part in names]  # a tensor-parallel shard has the whole's name
 
 
 def is_extra_state(name: str) -> bool:
@@ -133,49 +116,31 @@ def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored]
 
     computed: also load tensors that hooks compute for the state dict.
     """
-    runtime.comm.fence_write()
-    for at, start, values, put in _reads(runtime, found, stored, "cpu"):
+    model, comm = runtime.model, runtime.comm
+    comm.fence_write()
+    for at, start, values, put in _reads(model, found, stored, "cpu"):
         at.read(start, values)
         put(values)
-    runtime.comm.fence_read()
+    comm.fence_read()
     if computed:
-        give_computed(runtime.model, read_computed(runtime.model, stored))
+        give_computed(model, read_computed(model, stored))
 
 
-def note(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], bulk: Bulk) -> None:
+def note(model: nn.Module, found: dict[str, Stored], stored: dict[str, Stored], bulk: Bulk) -> None:
     """Tell `bulk` what `stream` and `read_computed` will read."""
-    for at, start, values, _ in _reads(runtime, found, stored, "meta"):
+    for at, start, values, _ in _reads(model, found, stored, "meta"):
         bulk.add(at, start, values)
-    read_computed(runtime.model, stored, bulk)
+    read_computed(model, stored, bulk)
 
 
 def _reads(
-    runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], device: str
+    model: nn.Module, found: dict[str, Stored], stored: dict[str, Stored], device: str
 ) -> Iterator[tuple[Stored, int, Tensor, Callable[[Tensor], object]]]:
     """Yield what this rank loads: (stored tensor, first element, memory for the elements (n,), what puts them into place)."""
-    every = ((group, index, spec) for group in runtime.groups for index, spec in enumerate(group.specs))
-    for group, index, spec in every:
-        home, masters, at = group.homes[index], group.masters.rest, found.get(spec.name)
-        if at is None:
-            continue
-
-        def put_whole(values: Tensor, group: ParamGroup = group, index: int = index) -> None:
-            write_value(group, index, values.view(group.specs[index].shape))
-            group.put_whole(index)
-
-        def put_slice(values: Tensor, group: ParamGroup = group, index: int = index) -> None:
-            group.set_local(index, values)
-            if group.masters.rest is not None:
-                group.masters.rest.store(group.homes[index].begin, values)
-
-        if not group.values.sharded:
-            yield at, 0, empty(math.prod(at.shape), at.dtype, device), put_whole
-        elif device == "cpu" and masters is None and (place := group.place(index)) is not None:
-            yield at, home.start, place, lambda values: None
-        else:  # in fp32 if a master can hold what the file has
-            dtype = torch.float32 if masters is not None and at.dtype != spec.dtype else spec.dtype
-            yield at, home.start, empty(home.stop - home.start, dtype, device), put_slice
-    for buffer in others_of(runtime.model)[0]:
+    for each in engine_of(model).slices("value"):
+        if (at := found.get(each.own_name)) is not None:
+            yield at, *each.receive(at.dtype, device)
+    for buffer in others_of(model)[0]:
         if (at := buffer.stored_in(stored)) is not None:
             yield at, 0, empty(buffer.tensor.numel(), buffer.tensor.dtype, device), buffer.put
 
@@ -258,24 +223,22 @@ class _Listing:
     """Content of a model's state dict.
 
     tensors: dtype and shape of whole tensors by name. metadata: those of the file, with other names of tied tensors.
-    sources: (name, part of the whole tensor, where it is: a parameter's group and index in it, or a tensor that is no parameter).
+    sources: (name, where its elements are: a parameter's value and its master, or a tensor that is no parameter).
     """
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
-    sources: list[tuple[str, Part | None, tuple[ParamGroup, int] | Tensor]] = field(default_factory=list)
+    sources: list[tuple[str, tuple[StateSlice, StateSlice] | Tensor]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, runtime: Runtime, dtype: torch.dtype | None) -> _Listing:
-        """List the state dict of the runtime's model. Raises ConfigError where safetensors cannot store a value."""
-        keys = {id(param): (group, index) for group in runtime.groups for index, param in enumerate(group.params)}
+    def of(cls, model: nn.Module, dtype: torch.dtype | None) -> _Listing:
+        """List the state dict of a model. Raises ConfigError where safetensors cannot store a value."""
+        engine = engine_of(model)
+        slices = {id(each.param): (each, master) for each, master in zip(*map(engine.slices, ("value", "master")), strict=True)}
         listing, first_names = cls(metadata={"format": "pt"}), dict[int, str]()
-        for own, value in own_state(runtime.model).items():  # compared by object: hooks may rename
-            name, key, part, shape = own, keys.get(id(value)), None, None
-            if key is not None:
-                spec = key[0].specs[key[1]]
-                part, shape = spec.part, spec.whole_shape
-                name = own if part is None or spec.distribution is not None else whole_name(own)
+        for own, value in own_state(model).items():  # compared by object: hooks may rename
+            held = slices.get(id(value))
+            name = whole_name(own) if held is not None and held[0].tile else own
             if first_names.setdefault(id(value), name) != name:
                 listing.metadata[name] = first_names[id(value)]
                 continue
@@ -289,23 +252,24 @@ class _Listing:
                 raise ConfigError(
                     f"zs.save_safetensors: {name} is {stored}; expected one of {expected}. zs.save takes all dtypes."
                 )
-            listing.tensors[name] = (stored, tuple(value.shape) if shape is None else shape)
-            listing.sources.append((name, part, value if key is None else key))
+            listing.tensors[name] = (stored, tuple(value.shape) if held is None else held[0].shape)
+            listing.sources.append((name, value if held is None else held))
         return listing
 
 
 def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Listing, _Listing]:
     """Return what this rank's stage writes and what all pipeline stages write, of which each tells the others (collective)."""
-    mine, problem, world, stages = _Listing(), None, runtime.topology.world, runtime.topology.stages
+    mine, problem, topology = _Listing(), None, runtime.topology
+    world, stages, stage = topology.world, topology.stages, topology.stage
     try:
-        mine = _Listing.of(runtime, dtype)
+        mine = _Listing.of(runtime.model, dtype)
     except ConfigError as error:
         if world is runtime.comm:
             raise
         problem = error
     if world is runtime.comm:
         return mine, mine
-    tells = world.rank == stages[runtime.topology.stage][0] and len(stages) > 1
+    tells = world.rank == stages[stage][0] and len(stages) > 1
     told = exchange_values(world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names")
     raise_first([failed for failed, _ in told], world.rank, problem)
     if len(stages) == 1:
@@ -314,7 +278,7 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
     metadata: dict[str, str] = {}
     for number, ranks in enumerate(stages):
         _, (names, ties) = told[ranks[0]]
-        if number == runtime.topology.stage:
+        if number == stage:
             mine = replace(mine, sources=[each for each in mine.sources if each[0] not in tensors])  # earlier stages write those
         for name, (kind, shape) in names.items():
             kept = tensors.setdefault(name, (kind, tuple(shape)))
@@ -412,31 +376,24 @@ def _ranges(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> Itera
     runtime.gate.wait()
     if topology.world.rank == 0:
         yield 0, file.header
-    for name, part, source in listing.sources:
+    for name, source in listing.sources:
         if isinstance(source, Tensor):
             if topology.world.rank == topology.stages[topology.stage][0]:
-                whole = MemoryRest(source.detach().to("cpu").contiguous().view(-1), Tier.HOST, runtime.tiers)
-                yield from _placed(file.places[name].cut(part), 0, whole.numel, whole, 0)
+                yield from _placed(file.places[name], HostCopy(source), 0, source.numel())
             continue
-        group, index = source
-        home, rest, begin = group.homes[index], group.values.rest, group.homes[index].begin
-        if file.places[name].dtype != rest.dtype:
-            runtime.gate.refresh([group])  # of other groups nobody reads masters, which may not have taken memory yet
-            rest, begin = group.masters.slice(index)
-        if group.counts:
-            yield from _placed(file.places[name].cut(part), home.start, home.stop, rest, begin)
+        each, master = source
+        if file.places[name].dtype != each.dtype:
+            master.refresh()  # of other parameters nobody reads masters, which may not have taken memory yet
+            each = master
+        if each.counted:
+            yield from _placed(file.places[name].cut(each.part), each, each.start, each.stop)
 
 
-def _placed(target: Stored, start: int, stop: int, rest: Rest, begin: int) -> Iterator[Range]:
-    """Yield the ranges of a file for elements [start, stop) of a tensor in it, which rest from element `begin` on."""
+def _placed(target: Stored, source: StateSlice | HostCopy, start: int, stop: int) -> Iterator[Range]:
+    """Yield the ranges of a file for elements [start, stop) of a tensor in it, which are those of `source`."""
     for at, first, place in target.parts(start, torch.empty(stop - start, device="meta")):
-
-        def read(number: int, out: Tensor, position: int = begin + int(place.storage_offset())) -> Work:
-            if rest.dtype == out.dtype:
-                return rest.read(position + number, out)
-            out.copy_(rest.host(position + number, position + number + out.numel()))
-            return OVER
-
+        begin = int(place.storage_offset())
+        read = lambda number, out, begin=begin: source.read(begin + number, out)  # noqa: E731
         yield at.offset + first * at.dtype.itemsize, Elements(at.dtype, place.numel(), read)
 
 

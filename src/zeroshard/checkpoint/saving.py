@@ -25,21 +25,22 @@ from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointError, ConfigError, ModelMismatch
 from ..optim.sharded_optimizer import OptimizerCore
+from ..state.slices import StateSlice
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.verbs import begin
 from . import directory
 from .heartbeat import raise_first, telling, together
 from .stages import Stages, agree
-from .state_map import Slices
 from .user_state import Extra, alike, serialised, slices_of
 from .writing import Plan, Save, Saver, Writing, write_error
 
 
 def saver_of(runtime: Runtime) -> Saver:
     """Return the model's Saver; the first call makes it."""
-    if runtime.gate.saver is None:
-        runtime.gate.saver = Saver(runtime)
-    return runtime.gate.saver
+    gate = runtime.gate
+    if gate.saver is None:
+        gate.saver = Saver(runtime)
+    return gate.saver
 
 
 def save(
@@ -108,11 +109,11 @@ def save(
     stages, told = agree(runtime, core, "zs.save", {} if plan is None else vars(plan), problem, digests)
     assert plan is not None
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
-    return _write(saver, plan, stages, extras, alike(runtime.topology.world, extras, told), slices, files or {}, started)
+    return _write(saver, plan, stages, extras, alike(stages.world, extras, told), slices, files or {}, started)
 
 
 def _write(
-    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, Extra], shared: set[str], slices: dict[str, Slices],
+    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, Extra], shared: set[str], slices: dict[str, list[StateSlice]],
     files: dict[str, bytes], started: float,
 ) -> Save:  # fmt: skip
     """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective).
@@ -120,7 +121,7 @@ def _write(
     Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere; CheckpointError while
     the last save runs (`if_busy`), and its error if that was not raised yet.
     """
-    runtime, world, last = saver.runtime, saver.runtime.topology.world, saver.last
+    runtime, world, last = saver.runtime, stages.world, saver.last
     problem: ModelMismatch | None = None
     try:
         runtime.values.agree()

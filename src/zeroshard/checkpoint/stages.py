@@ -14,9 +14,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
 from ..comm.codec import exchange_values
 from ..errors import ConfigError
 from ..optim.sharded_optimizer import OptimizerCore
+from ..seam import engine_of
+from ..state.slices import StateSlice
 from ..zero.runtime import Runtime
 from .heartbeat import raise_first, telling
 from .module_state import names_in
@@ -28,9 +32,11 @@ class Stages:
 
     def __init__(self, runtime: Runtime, core: OptimizerCore | None, told: list[Any]) -> None:
         """told: what each stage's first rank told (see `agree`), by rank. Raises ConfigError on every rank if optimizers do not match."""
-        self.runtime, self.core, topology = runtime, core, runtime.topology
-        self.several, self.stage = len(topology.stages) > 1, topology.stage
-        self.told = [told[ranks[0]] for ranks in topology.stages]
+        topology, stages = runtime.topology, runtime.topology.stages
+        self.runtime, self.core, self.model, self.mesh = runtime, core, runtime.model, topology.mesh
+        self.world, self.several, self.stage = topology.world, len(stages) > 1, topology.stage
+        self.leads = self.world.rank == stages[self.stage][0]  # one rank of a stage writes what is said once for its model
+        self.told = [told[ranks[0]] for ranks in stages]
         self._earlier = {name for each in self.told[: self.stage] for name in each["names"]}
         counts = [None if each is None or each["members"] is None else len(each["members"]) for each in self.told]
         if len(set(counts)) > 1:
@@ -39,26 +45,29 @@ class Stages:
                 "empty), or save and load without optimizers."
             )
 
-    def writes(self, name: str) -> bool:
+    def has_first(self, name: str) -> bool:
         """Return whether this is the first stage that has the name in its model."""
         return name not in self._earlier
+
+    def writes(self, part: StateSlice) -> bool:
+        """Return whether this rank writes its slice: no earlier stage, and no other rank along a model axis, has it for that."""
+        return part.counted and self.has_first(part.name)
 
     @property
     def names(self) -> set[str]:
         """Names in the state dicts of all stages' models, with all names of tied parameters."""
-        return {name for each in self.told for name in each["names"]} if self.several else _names(self.runtime)
+        return {name for each in self.told for name in each["names"]} if self.several else _names(self.model)
 
     @property
     def partly_frozen(self) -> bool:
         """True if some parameters are trained and some are frozen."""
-        groups = self.runtime.groups
-        told = [each["trains"] for each in self.told] if self.several else [[g.trainable, not g.trainable] for g in groups]
+        told = [each["trains"] for each in self.told] if self.several else [_trains(self.model)]
         return any(some for some, _ in told) and any(others for _, others in told)
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the names of their members at all stages, and with this rank's options."""
         assert self.core is not None
-        found = param_groups(self.runtime, self.core)
+        found = param_groups(self.model, self.core.outer)
         for number, group in enumerate(found) if self.several else ():
             group["params"] = list(dict.fromkeys(name for each in self.told for name in each["members"][number]))
         return found
@@ -93,8 +102,14 @@ def names_by_stage(
     return found
 
 
-def _names(runtime: Runtime) -> set[str]:
-    return names_in(runtime.model, (spec for group in runtime.groups for spec in group.specs))
+def _names(model: nn.Module) -> set[str]:
+    return names_in(model, engine_of(model).slices("value"))
+
+
+def _trains(model: nn.Module) -> list[bool]:
+    """Return whether some parameters are trained, and whether some are frozen."""
+    trained = {each.trainable for each in engine_of(model).slices("value")}
+    return [True in trained, False in trained]
 
 
 def agree(
@@ -105,13 +120,14 @@ def agree(
 
     Return the pipeline's stages, and all ranks' values of `more`.
     """
-    world, groups, stages, told = runtime.topology.world, runtime.groups, runtime.topology.stages, None
-    if problem is None and len(stages) > 1 and world.rank == stages[runtime.topology.stage][0]:
+    topology, model, told = runtime.topology, runtime.model, None
+    world, stages = topology.world, topology.stages
+    if problem is None and len(stages) > 1 and world.rank == stages[topology.stage][0]:
         try:
             told = {  # what a stage's first rank tells all ranks about it
-                "names": sorted(_names(runtime)),
-                "members": None if core is None else [group["params"] for group in param_groups(runtime, core)],
-                "trains": [any(group.trainable for group in groups), any(not group.trainable for group in groups)],
+                "names": sorted(_names(model)),
+                "members": None if core is None else [group["params"] for group in param_groups(model, core.outer)],
+                "trains": _trains(model),
             }
         except Exception as error:
             problem = telling(error, verb, world.rank)

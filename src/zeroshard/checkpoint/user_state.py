@@ -15,26 +15,27 @@ from torch import Tensor, nn
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
 from ..errors import ConfigError, ZeroshardError
-from ..offload.storage import Rest
-from ..zero.unit import ParamGroup
+from ..seam import engine_of
+from ..state.slices import StateSlice
 from . import directory
 from .dcp import archived
 
 
-def slices_of(extra: Mapping[str, Any] | None, model: nn.Module) -> dict[str, list[tuple[ParamGroup, Rest]]]:
-    """Return the slices of the extras that keep some, by the extra's name: each group with the Rest of its shard of values.
+def slices_of(extra: Mapping[str, Any] | None, model: nn.Module) -> dict[str, list[StateSlice]]:
+    """Return the slices of the extras that keep some, by the extra's name.
 
     Such an object (zs.ema) has a value for each element of a model's parameters, sharded as the parameters are, and a method
-    `slices(model)`, which raises ConfigError if the object belongs to another model. zs.save writes these values by parameter
-    name, as it does parameters, so zs.load reads them into any other sharding. Its `settings()` has the rest of its state, and
-    `take_settings` is called when slices have been loaded.
+    `kind_of_slices(model)`, which returns its kind among `Engine.slices`, or raises ConfigError if it belongs to another model.
+    zs.save writes these values by parameter name, as it does parameters, so zs.load reads them into any other sharding. The
+    object's `settings()` has the rest of its state, and `take_settings` is called when slices have been loaded.
     """
-    return {name: value.slices(model) for name, value in (extra or {}).items() if keeps_slices(value)}
+    kinds = {name: value.kind_of_slices(model) for name, value in (extra or {}).items() if keeps_slices(value)}
+    return {name: engine_of(model).slices(kind) for name, kind in kinds.items()}
 
 
 def keeps_slices(value: object) -> bool:
     """Return whether an extra keeps slices of values, sharded as the model's parameters are."""
-    return callable(getattr(value, "slices", None))
+    return callable(getattr(value, "kind_of_slices", None))
 
 
 _PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # types whose values are equal if their repr is

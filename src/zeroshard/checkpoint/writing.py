@@ -33,6 +33,7 @@ import xxhash
 from ..comm.codec import decode, encode
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
 from ..memory.io.async_file import Engine, open_file
+from ..state.slices import StateSlice
 from ..utils.version import __version__
 from ..zero.runtime import Runtime
 from . import directory
@@ -192,10 +193,10 @@ class Writing:
 
     def __init__(
         self, saver: Saver, plan: Plan, draft: Path | directory.Draft, stages: Stages, extras: dict[str, bytes],
-        slices: dict[str, holding.Slices], shared: set[str], files: dict[str, bytes], begin: float,
+        slices: dict[str, list[StateSlice]], shared: set[str], files: dict[str, bytes], begin: float,
     ) -> None:  # fmt: skip
         self.saver, self.plan, self.stages, self.core, self.begin = saver, plan, stages, stages.core, begin
-        self.runtime, self.comm = saver.runtime, saver.runtime.topology.world
+        self.runtime, self.comm = saver.runtime, stages.world
         self.draft = draft if isinstance(draft, directory.Draft) else None
         self.folder = draft.path if isinstance(draft, directory.Draft) else draft
         rank, self.per_rank = self.comm.rank, sorted(extras.keys() - shared)
@@ -220,9 +221,10 @@ class Writing:
     def run(self) -> Save:
         """Carry out the save, or (asynchronous) its foreground part, and start the thread that does the rest (collective)."""
         try:
-            if self.runtime.gate.delayed is not None:
+            gate = self.runtime.gate
+            if gate.delayed is not None:
                 self.runtime.optimizer.core.drain()
-            self.runtime.gate.refresh(self.runtime.groups)
+            gate.refresh(self.runtime.groups)
             if self.plan.asynchronous:
                 self._compare(self._together("making the files", self._open))
                 self.locked = self._together("copying", lambda: self._copy(self.layout.at_once))[0]  # type: ignore[union-attr]
@@ -286,9 +288,7 @@ class Writing:
             raise ConfigError(
                 f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see the folder of rank 0; name a shared filesystem."
             )
-        self.contents = holding.collect(
-            self.runtime, self.core, frozen=not self.plan.trained_only, names=self.stages, slices=self.slices
-        )
+        self.contents = holding.collect(self.stages, frozen=not self.plan.trained_only, slices=self.slices)
         self.layout = layout = self.saver.layout(self.contents, self.extras)
         asynchronous = self.plan.asynchronous
         with self._write_errors():
@@ -359,7 +359,7 @@ class Writing:
         parts: each rank's part of the manifest; b"" if it is in a file.
         """
         assert self.draft is not None
-        listed, ranks, plan, mesh = self.saver.listed, range(self.comm.world_size), self.plan, self.runtime.topology.mesh
+        listed, ranks, plan, mesh = self.saver.listed, range(self.comm.world_size), self.plan, self.stages.mesh
         facts = {
             "step": plan.step,
             "world_size": self.comm.world_size,

@@ -61,12 +61,13 @@ class AveragedModel:
         """`ema` calls this; it documents and checks the arguments."""
         begin(runtime, "zs.ema", note=False)
         self.model, self.runtime, self.decay, self.updates = runtime.model, runtime, decay, 0
+        self._number = max(len(group.averages) for group in runtime.groups)  # of this average; all trained groups have as many
         self._shards: list[tuple[ParamGroup, Rest]] = []
         for group in (group for group in runtime.groups if group.trainable):
             dtype = torch.promote_types(_source(group)[0].dtype, torch.float32)
-            rest = runtime.tiers.rest(AVERAGES, group.offload, group.layout.shard_numel, dtype)
+            self._shards.append((group, runtime.tiers.rest(AVERAGES, group.offload, group.layout.shard_numel, dtype)))
+        for group, rest in self._shards:  # all or, if memory has run out above, none
             group.averages.append(rest)
-            self._shards.append((group, rest))
         self._aside: dict[int, Rest] = {}  # id of a group -> copy of its values, inside `swapped`
         self._take(None)
         runtime.optimizer.core.after_step.append(self._follow)
@@ -182,11 +183,11 @@ class AveragedModel:
 
     # -- in checkpoints: see checkpoint/user_state.py ----------------------------------------------------------
 
-    def slices(self, model: nn.Module) -> list[tuple[ParamGroup, Rest]]:
-        """Return the average of each group's shard. Raise ConfigError if this is the average of another model."""
+    def kind_of_slices(self, model: nn.Module) -> str:
+        """Return the kind of the average among `Engine.slices`. Raise ConfigError if it is that of another model."""
         if model is not self.model:
             raise ConfigError("extra: an average of another model: expected that of the model that is saved or loaded.")
-        return self._shards
+        return f"average:{self._number}"
 
     def settings(self) -> dict[str, float]:
         """Return decay and updates; checkpoints hold the averages themselves by slices."""
