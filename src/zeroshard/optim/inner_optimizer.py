@@ -32,6 +32,24 @@ def fresh(settings: Options) -> Options:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
 
 
+def step_alone(
+    inner: torch.optim.Optimizer, options: Options, param: Tensor, grad: Tensor, state: State
+) -> tuple[Tensor, State, Options]:
+    """Step one tensor, in place, with the optimizer's own class.
+
+    Return its value afterwards, which may lie elsewhere if the class replaces values, its states, and the options as the class has
+    left them. `inner` keeps no reference to them.
+    """
+    leaf = nn.Parameter(param)
+    leaf.grad = grad.to(leaf.dtype)
+    inner.param_groups = [{**fresh(options), "params": [leaf]}]
+    inner.state = defaultdict(dict, {leaf: state} if state else {})
+    inner.step()
+    after, told = inner.state[leaf], inner.param_groups[0]
+    inner.state, inner.param_groups = defaultdict(dict), []
+    return leaf.detach(), after, told
+
+
 def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: torch.device, imagined_gpu: bool = False) -> None:
     """Step the inner optimizer's groups that have parameters. Others are hidden: some classes fail on an empty list of tensors.
 

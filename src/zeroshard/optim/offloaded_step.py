@@ -103,7 +103,7 @@ class HostStepper(SlabStepper):
                 upload.join()  # the device computes next with the new parameters
             self._uploads = []
             for job in jobs:
-                job.states.names, job.states.scalars = job.names or [], job.scalars
+                job.run.states.replace(job.after)
             self.drop_ahead()
             self._next = deque(Slab(*slab) for slab in following)  # the next step is expected to step the same runs
         self.read_ahead()

@@ -110,6 +110,10 @@ class OptimizerCore:
         for group, runs in zip(self.inner.param_groups, self.runs, strict=True):
             group["params"] = [run.tensor for run in runs if run.tensor is not None and not run.whole]
 
+    def _number(self, run: Run) -> int:
+        """Return the number of the optimizer's group that has a run's parameters."""
+        return self.group_of[id(run.group.params[run.indices[0]])]
+
     @property
     def all_runs(self) -> list[Run]:
         """The runs of all of the optimizer's groups."""
@@ -317,18 +321,18 @@ class OptimizerCore:
             options = [fresh({k: v for k, v in group.items() if k != "params"}) for group in self.inner.param_groups]
             attributes = fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
         hosted = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
-        with self.maker.ready(runs):
-            step_on_device(self.inner, hosted, self.comm.device, self.comm.imagined and self.runtime.tiers.separate)
+        leaves = [(run, run.tensor) for run in runs if run.tensor is not None]
+        for run, leaf in leaves:
+            leaf.grad = run.group.gradients.in_step(run.start, run.stop, leaf.dtype)
+        step_on_device(self.inner, hosted, self.comm.device, self.comm.imagined and self.runtime.tiers.separate)
+        for _, leaf in leaves:
+            leaf.grad = None
         if slabs:
             self.device.step(self._jobs(slabs, options, attributes))
         if self.host is not None:
             self._step_on_host([run for run in runs if run.offloaded], options, attributes)
-        if whole:
-            number_of = {id(run): number for number, runs in enumerate(self.runs) for run in runs}
-            numbers = [number_of[id(run)] for run in whole]
-            told = self.whole.step([(run, options[number]) for run, number in zip(whole, numbers, strict=True)])
-            for number, changed in zip(numbers, told, strict=True):
-                self.inner.param_groups[number].update(changed)
+        for run, changed in self.whole.step([(run, options[self._number(run)]) for run in whole]) if whole else ():
+            self.inner.param_groups[self._number(run)].update(changed)
         self._copy_options(self.inner, self.outer)  # some classes count their steps in options or attributes
         for group in groups:
             if group.masters.split and not self.replicated:
@@ -352,11 +356,10 @@ class OptimizerCore:
 
     def _jobs(self, runs: list[Run], options: list[Options], attributes: Options, publish: bool = False) -> list[Job]:
         """Return the jobs of stepping runs slab by slab. options: by the optimizer's groups."""
-        of_run = {id(run): each for runs, each in zip(self.runs, options, strict=True) for run in runs}
         number, jobs = self.runtime.progress.steps, []
         for run in runs:
             grads = run.group.gradients
-            jobs.append(Job(run, of_run[id(run)], attributes, grads.resting(), grads.factor, publish, number))
+            jobs.append(Job(run, options[self._number(run)], attributes, grads.resting(), grads.factor, publish, number))
         return jobs
 
     def _step_on_host(self, runs: list[Run], options: list[Options], attributes: Options) -> None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import Tier
 from ..offload.storage import CodedRest, MemoryRest, Rest, SplitRest, Tiers
@@ -27,9 +26,8 @@ from ..tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ..utils import torch_compat
 from ..utils.work import Work
 from .cpu_kernels import CHUNK_NUMEL, CODED_CHUNK_NUMEL, Kernel, Team, kernel_for, step_stretch
-from .inner_optimizer import Options, State, fresh
+from .inner_optimizer import Options, State, fresh, step_alone
 from .segments import Run
-from .state_storage import ColumnStates
 
 _STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # names of the parts of a slab that are not states
 _CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step has an overhead of some 0.15 ms
@@ -42,8 +40,7 @@ class Job:
 
     options: those of the run's parameter group; attributes: numbers that the optimizer's class keeps as attributes; both with their
     values before the step. gradient: where the gradient rests; the step multiplies it by `factor`. publish: whether the step also
-    writes the parameters. number: number of the step, on which stochastic rounding depends. names, scalars: columns and scalars
-    of the run's states after the step (names None: nothing of the run has been stepped).
+    writes the parameters. number: number of the step, on which stochastic rounding depends. after: the run's states after the step.
     """
 
     run: Run
@@ -53,18 +50,12 @@ class Job:
     factor: float = 1.0
     publish: bool = True
     number: int = 0
-    names: list[str] | None = None
-    scalars: State = field(default_factory=dict)
-
-    @property
-    def states(self) -> ColumnStates:
-        assert isinstance(self.run.states, ColumnStates)
-        return self.run.states
+    after: State = field(default_factory=dict)
 
     @property
     def fresh(self) -> bool:
         """True in the first step of the run."""
-        return self.states.names is None
+        return self.run.states.entries is None
 
 
 @dataclass(eq=False)
@@ -133,8 +124,8 @@ class SlabStepper(ABC):
     def _bring_states(self, slab: Slab) -> None:
         group = slab.job.run.group
         self._bring(slab, _STEPPED, group.masters.of_runs, read=True, write=True)
-        for name in slab.job.states.names or ():
-            self._bring(slab, name, group.columns[name], read=True, write=True)
+        for name, column in slab.job.run.states.columns.items():
+            self._bring(slab, name, column, read=True, write=True)
 
     def _bring_gradient(self, slab: Slab) -> None:
         """Add the gradient, and the values where the step writes them beside the masters."""
@@ -151,17 +142,16 @@ class SlabStepper(ABC):
 
     def _compute(self, slab: Slab) -> None:
         """Step one slab with a kernel, or chunk by chunk with the optimizer's own class."""
-        job, kernel = slab.job, self.kernel(slab.job)
+        job, kernel, states = slab.job, self.kernel(slab.job), slab.job.run.states
         param, grad, out = slab.parts[_STEPPED], slab.tensor(_GRADIENT), slab.parts.get(_VALUES)
         assert out is None or isinstance(out, Tensor)
         numel, state = max(param.numel(), 1), State()
         whole = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else None  # on imagined ranks nothing is computed
         if kernel is not None:
-            scalars = fresh(job.states.scalars)  # every slab of a step begins with the same counters
+            state = fresh(states.scalars)  # every slab of a step begins with the same counters
             if job.fresh:
-                scalars |= self._create(slab, kernel)
-            names = kernel.columns if job.fresh else job.states.names
-            state = {**scalars, **{name: slab.parts[name] for name in names or ()}}
+                state |= self._create(slab, kernel)
+            state |= {name: part for name, part in slab.parts.items() if name not in (_STEPPED, _GRADIENT, _VALUES)}
             step_stretch(
                 kernel, param, grad, state, job.options,
                 scale=job.factor, out=out, scratch=self.scratch, team=self.team, chunk=whole,
@@ -172,23 +162,20 @@ class SlabStepper(ABC):
             for start in range(0, numel, chunk):
                 stop = min(start + chunk, param.numel())
                 opened = _opened(param, start, stop)
-                state = {}
-                if not job.fresh:
-                    columns = {name: _opened(slab.parts[name], start, stop) for name in job.states.names or ()}
-                    state = fresh(job.states.scalars) | columns
-                state = self._step_class(job, opened, grad[start:stop], state)
+                columns = {name: _opened(slab.parts[name], start, stop) for name in states.columns}
+                state = self._step_class(job, opened, grad[start:stop], fresh(states.scalars) | columns)
                 self._take_states(slab, start, stop, state)
                 if isinstance(param, Stretch):
                     param.part(start, stop).close(opened)
             if out is not None:
                 out.copy_(slab.tensor(_STEPPED))
-        job.names = [name for name in state if name in slab.parts]
-        job.scalars = {name: value for name, value in state.items() if name not in slab.parts}
+        shared = job.run.group.columns
+        job.after = {name: shared[name] if name in slab.parts else value for name, value in state.items()}
 
     def _create(self, slab: Slab, kernel: Kernel) -> State:
         """Create the states of a first step in the slab; return the scalars."""
         for name in kernel.columns:
-            self._bring(slab, name, slab.job.states.column(name, torch.float32), read=False, write=True)
+            self._bring(slab, name, slab.job.run.states.shared(name, torch.float32), read=False, write=True)
         param, scalars = slab.parts[_STEPPED], State()
         numel = max(param.numel(), 1)
         chunk = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else CHUNK_NUMEL
@@ -202,20 +189,16 @@ class SlabStepper(ABC):
 
     def _step_class(self, job: Job, param: Tensor, grad: Tensor, state: State) -> State:
         """Step a chunk with the optimizer's own class; return the states afterwards."""
-        leaf = nn.Parameter(param)
-        leaf.grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
+        grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
         vars(self.inner).update(fresh(job.attributes))
-        self.inner.param_groups = [{**fresh(job.options), "params": [leaf]}]
-        self.inner.state = defaultdict(dict, {leaf: state} if state else {})
-        self.inner.step()
-        return self.inner.state[leaf]
+        return step_alone(self.inner, job.options, param, grad, state)[1]
 
     def _take_states(self, slab: Slab, start: int, stop: int, state: State) -> None:
         """Put the states of elements [start, stop), which the optimizer's class has made or changed, into the slab's parts."""
         for name, value in state.items():
             if is_column(value, (stop - start,)):
                 if name not in slab.parts:
-                    self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
+                    self._bring(slab, name, slab.job.run.states.shared(name, value.dtype), read=False, write=True)
                 _put(slab.parts[name], start, stop, value)
 
 
@@ -250,7 +233,7 @@ class DeviceStepper(SlabStepper):
             self._compute(slab)
             for copied, rest, start in slab.staged:
                 rest.store(start, copied)
-            job.states.names, job.states.scalars = job.names or [], job.scalars
+            job.run.states.replace(job.after)
 
     def _place(self, slab: Slab, rest: Rest, start: int, stop: int, *, read: bool, write: bool) -> Tensor:
         place = rest.load(start, stop)

@@ -22,7 +22,7 @@ from ..utils.torch_compat import alone
 from ..zero.unit import ParamGroup
 from .inner_optimizer import Options, State
 from .segments import Run
-from .state_storage import ColumnStates, DeviceStates, hashable
+from .state_storage import hashable
 
 if TYPE_CHECKING:
     from .sharded_optimizer import OptimizerCore
@@ -82,7 +82,7 @@ class Restoring:
     @property
     def all_noted(self) -> bool:
         """True if `note` registers the reads of all states; those in columns, encoded or not, are read by `put` alone, in chunks."""
-        return all(isinstance(run.states, DeviceStates) for _, run, _ in self.runs)
+        return all(run.states.own for _, run, _ in self.runs)
 
     @torch.no_grad()
     def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
@@ -91,7 +91,7 @@ class Restoring:
         has: bytes -> whether the device has memory for so many beside the old states; if not, `put` reads all states.
         """
         device, spare = self.core.comm.device, self._spare()
-        runs = [(run, given) for _, run, given in self.runs if isinstance(run.states, DeviceStates)]
+        runs = [(run, given) for _, run, given in self.runs if run.states.own]
         wanted = [(run, key, reader) for run, given in runs for key, reader in given[0].tensors.items()]
         fresh = [(run, reader) for run, key, reader in wanted if key not in spare[id(run)]]
         room = has(sum(run.numel * state_dtype(run.group, reader.dtype).itemsize for run, reader in fresh))
@@ -118,23 +118,21 @@ class Restoring:
         core.runs = [[] for _ in core.runs]
         for number, run, given in self.runs:
             core.runs[number].append(run)
-            if isinstance(run.states, ColumnStates):
-                self._fill_columns(run, run.states, given, core.outer.param_groups[number])
-                continue
             entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
+            if not run.states.own:
+                self._fill_columns(run, given, entries)
+                continue
             made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
             left = {key: reader for key, reader in given[0].tensors.items() if key not in made}  # `note` has read the others
             for key, reader in left.items():
                 made[key] = old[key] if key in old else empty(run.numel, state_dtype(run.group, reader.dtype), core.comm.device)
             self._fill(run, given, {key: made[key] for key in left}, None)
-            entries |= {key: made[key] for key in given[0].tensors}
-            if entries:
-                run.states.save(entries)
+            run.states.replace(entries | {key: made[key] for key in given[0].tensors})
         core.states_changed()
 
     def _spare(self) -> dict[int, dict[str, Tensor]]:
         """Return by id of a new run the old states whose memory it can reuse: of the same elements, without other references."""
-        before = [run for run in self.core.all_runs if isinstance(run.states, DeviceStates)]
+        before = [run for run in self.core.all_runs if run.states.own]
         old = {(id(run.group), run.start, run.numel): run.states.load() for run in before}
         uses = Counter(id(value) for entries in old.values() for value in entries.values())
         found = {}
@@ -165,12 +163,11 @@ class Restoring:
                 else:
                     bulk.add(state.tensors[key], start, place)
 
-    def _fill_columns(self, run: Run, states: ColumnStates, given: list[SavedState], options: Options) -> None:
-        """Read the states of a run into columns, which rest on another tier or are encoded."""
-        if not given[0].tensors and not given[0].scalars:
-            return
-        columns = {key: states.column(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
-        states.names, states.scalars = list(columns), scalars_for(run, options, given[0])
+    def _fill_columns(self, run: Run, given: list[SavedState], scalars: State) -> None:
+        """Read the states of a run into columns of the shard, which rest on another tier or are encoded."""
+        columns = {key: run.states.shared(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
+        if columns or scalars:
+            run.states.replace({**columns, **scalars})
         for index, state in zip(run.indices, given, strict=True):
             start, stop = self._held(run, index)
             begin, _ = run.group.masters.range(index)
