@@ -33,11 +33,11 @@ from ..zero.parameter import ParamHome
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
-from .inner_optimizer import Options, fresh, inner_copy, step_on_device
+from .inner_optimizer import Options, fresh, inner_copy, step_together
 from .lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
 from .offloaded_step import DelayedStep, HostStepper
 from .segments import Run, RunMaker, state_tensors
-from .slab_step import DeviceStepper, Job
+from .slab_step import Job, SlabStepper
 from .state_storage import WholeState
 from .state_view import ParameterState, StateByParameter, load_state, state_by_param
 from .validation import check_members
@@ -82,7 +82,7 @@ class OptimizerCore:
             given = runtime.config.offload_optimizer.fused  # whether the host steps with fused kernels; None: where it is best
             fused = (runtime.tiers.separate or matches(optimizer)) if given is None else given
             self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, fused)
-        self.device = DeviceStepper(inner_copy(optimizer), runtime.tiers, matches(optimizer))
+        self.device = SlabStepper(inner_copy(optimizer), runtime.tiers, matches(optimizer))
         self.delayed: DelayedStep | None = None
         if self.host is not None and runtime.config.delayed_update is not None:
             self.delayed = DelayedStep(self.host)
@@ -96,7 +96,6 @@ class OptimizerCore:
                 continue
             for number, run in self.maker.runs(group, [self.group_of.get(id(param)) for param in group.params]):
                 self.runs[number].append(run)
-        self._show_runs()
         self.last_step: StepRecord | None = None
         self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
         self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
@@ -104,11 +103,6 @@ class OptimizerCore:
         self.agree: Callable[[], None] | None = None  # called before the first step of an optimizer that zs.shard has not checked
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
-
-    def _show_runs(self) -> None:
-        """Make the runs that are stepped on the device the parameters of the inner optimizer's param_groups."""
-        for group, runs in zip(self.inner.param_groups, self.runs, strict=True):
-            group["params"] = [run.tensor for run in runs if run.tensor is not None and not run.whole]
 
     def _number(self, run: Run) -> int:
         """Return the number of the optimizer's group that has a run's parameters."""
@@ -320,13 +314,7 @@ class OptimizerCore:
             own = vars(self.inner).items()
             options = [fresh({k: v for k, v in group.items() if k != "params"}) for group in self.inner.param_groups]
             attributes = fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
-        hosted = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
-        leaves = [(run, run.tensor) for run in runs if run.tensor is not None]
-        for run, leaf in leaves:
-            leaf.grad = run.group.gradients.in_step(run.start, run.stop, leaf.dtype)
-        step_on_device(self.inner, hosted, self.comm.device, self.comm.imagined and self.runtime.tiers.separate)
-        for _, leaf in leaves:
-            leaf.grad = None
+        self._step_in_place(runs)
         if slabs:
             self.device.step(self._jobs(slabs, options, attributes))
         if self.host is not None:
@@ -341,9 +329,20 @@ class OptimizerCore:
                 self._put_values(group, self.maker.stepped(group))
             if group.gradients.replicated:
                 group.gradients.apply_factor()  # since p.grad is a view of it
-        self._enter_states()
+        self.states_changed()
         # groups whose gradients a delayed update has taken over are no longer in `stepped_groups`: the next step publishes them
         return list({id(group): group for group in [*published, *self.stepped_groups]}.values())
+
+    def _step_in_place(self, runs: list[Run]) -> None:
+        """Step the runs that have a tensor, all at once."""
+        stepped = [(run, run.tensor) for run in runs if run.tensor is not None]
+        for run, leaf in stepped:
+            leaf.grad = run.group.gradients.in_step(run.start, run.stop, leaf.dtype)
+        leaves = [[run.tensor for run in runs if run.tensor is not None and not run.whole] for runs in self.runs]
+        slabs = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
+        step_together(self.inner, leaves, slabs, self.comm.device, self.comm.imagined and self.runtime.tiers.separate)
+        for _, leaf in stepped:
+            leaf.grad = None
 
     def _put_values(self, group: ParamGroup, stepped: Tensor) -> None:
         """Write the rounded masters into the parameters."""
@@ -403,21 +402,14 @@ class OptimizerCore:
 
         Then split each run that has a parameter without a gradient on any rank, so that this parameter keeps its state.
         """
-        changed, self.parted = self.parted, False
-        if changed:
-            self.runs = [self.maker.joined(runs) for runs in self.runs]
+        if self.parted:
+            self.runs, self.parted = [self.maker.joined(runs) for runs in self.runs], False
         for number, runs in enumerate(self.runs):
             result: list[Run] = []
             for run in runs:
                 active = [run.group.active[i] for i in run.indices] if id(run.group) in stepped else [False]
-                if len(set(active)) > 1:
-                    result += self.maker.split(run)
-                    changed = True
-                else:
-                    result.append(run)
+                result += self.maker.split(run) if len(set(active)) > 1 else [run]
             self.runs[number] = result
-        if changed:
-            self._show_runs()
 
     @staticmethod
     def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
@@ -442,8 +434,8 @@ class OptimizerCore:
                 self.comm.exchange(b"", "parameters gathered")  # no rank may write shards that a peer still copies
         self.comm.fence_read()
 
-    def _enter_states(self) -> None:
-        """Enter the inner optimizer's states in the ledger; `Tiers.rest` enters columns when it makes them."""
+    def states_changed(self) -> None:
+        """Enter the inner optimizer's states in the ledger; `Tiers.rest` enters columns of shards when it makes them."""
         held = state_tensors(self.inner.state)
         nbytes = sum(tensor.nbytes for tensor in held)
         if nbytes != self._state_nbytes:
@@ -451,11 +443,6 @@ class OptimizerCore:
                 claimed(tensor)
             self.runtime.tiers.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
             self._state_nbytes = nbytes
-
-    def states_changed(self) -> None:
-        """Update the inner optimizer and the ledger after runs or states were replaced."""
-        self._show_runs()
-        self._enter_states()
 
     def close(self) -> None:
         """Drop all states."""

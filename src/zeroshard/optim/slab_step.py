@@ -11,7 +11,6 @@ Only one chunk at a time is in the form that the optimizer steps: fp32 values of
 from __future__ import annotations
 
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -25,7 +24,7 @@ from ..tensor.state_column import is_column
 from ..tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ..utils import torch_compat
 from ..utils.work import Work
-from .cpu_kernels import CHUNK_NUMEL, CODED_CHUNK_NUMEL, Kernel, Team, kernel_for, step_stretch
+from .cpu_kernels import CHUNK_NUMEL, CODED_CHUNK_NUMEL, Kernel, Team, host_threads, kernel_for, step_stretch
 from .inner_optimizer import Options, State, fresh, step_alone
 from .segments import Run
 
@@ -36,7 +35,7 @@ _DEVICE_CHUNK_NUMEL = 1 << 24  # the same, on a device with a memory of its own
 
 @dataclass(eq=False)
 class Job:
-    """The step of one run, by the host or by a DeviceStepper.
+    """The step of one run, slab by slab.
 
     options: those of the run's parameter group; attributes: numbers that the optimizer's class keeps as attributes; both with their
     values before the step. gradient: where the gradient rests; the step multiplies it by `factor`. publish: whether the step also
@@ -87,19 +86,48 @@ class Slab:
         return part
 
 
-class SlabStepper(ABC):
-    """Steps slabs. Subclasses say how the parts of a slab come to the memory in which they are stepped (`_place`), and write them back."""
+class SlabStepper:
+    """Steps slabs on the device: of each run whose states or masters rest there in another form than the optimizer steps, one slab.
 
-    def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool, threads: int, chunk: int | None = None):
-        """chunk: elements that the optimizer's own class steps at a time; None: as many as suit a CPU."""
-        self.inner, self.tiers, self.fused, self.threads = inner, tiers, fused, threads
-        self.chunk = chunk or _CLASS_CHUNK_NUMEL
-        self.scratch = torch.empty(max(CHUNK_NUMEL * threads, CODED_CHUNK_NUMEL) if fused else 0, device="cpu")
+    HostStepper cuts runs into smaller slabs, and stages those that rest where the host can not use them.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool, on_host: bool = False) -> None:
+        far = tiers.separate and not on_host  # on a device with a memory of its own, which fused kernels can not use
+        self.inner, self.tiers, self.fused = inner, tiers, fused and not far
+        # a rank that computes on a GPU lets the host's step use its share of the cores, whatever OMP_NUM_THREADS is
+        self.threads = threads = host_threads() if tiers.separate and on_host else torch.get_num_threads()
+        self.chunk = _DEVICE_CHUNK_NUMEL if far else _CLASS_CHUNK_NUMEL  # elements that the optimizer's own class steps at a time
+        self.scratch = torch.empty(max(CHUNK_NUMEL * threads, CODED_CHUNK_NUMEL) if self.fused else 0, device="cpu")
         self.team = Team(1 if tiers.comm.imagined else threads)  # fake tensors belong to one thread
 
-    @abstractmethod
+    def step(self, jobs: list[Job]) -> None:
+        """Step all jobs, in this order."""
+        for slab in self._ready(jobs):
+            self._compute(slab)
+            self._write_back(slab)
+        for job in jobs:
+            job.run.states.replace(job.after)
+
+    def _ready(self, jobs: list[Job]) -> Iterator[Slab]:
+        """Yield the slabs of all jobs, with the parts that the step uses."""
+        for job in jobs:
+            slab = Slab(job, job.run.start, job.run.stop)
+            self._bring_states(slab)
+            self._bring_gradient(slab)
+            yield slab
+
     def _place(self, slab: Slab, rest: Rest, start: int, stop: int, *, read: bool, write: bool) -> Tensor:
         """Return elements [start, stop) of a Rest for a step of the slab: a view, or a copy, read and written back as asked."""
+        place = rest.load(start, stop)
+        if write and not (isinstance(rest, MemoryRest) and rest.resident):
+            slab.staged.append((place, rest, start))
+        return place
+
+    def _write_back(self, slab: Slab) -> None:
+        """Write the copies that the step has changed to where they rest."""
+        for copied, rest, start in slab.staged:
+            rest.store(start, copied)
 
     def _bring(self, slab: Slab, name: str, rest: Rest, *, read: bool, write: bool) -> None:
         """Add a Rest's elements [begin, end) to the slab's parts."""
@@ -215,31 +243,6 @@ def _put(part: Tensor | Stretch, start: int, stop: int, value: Tensor) -> None:
     # a state that the class has updated in place is there already
     if torch_compat.storage_id(place.untyped_storage()) != torch_compat.storage_id(value.untyped_storage()):
         place.copy_(value)
-
-
-class DeviceStepper(SlabStepper):
-    """Steps, on the device, the runs whose states or masters rest there in another form than the optimizer steps."""
-
-    def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool) -> None:
-        chunk = _DEVICE_CHUNK_NUMEL if tiers.separate else None
-        super().__init__(inner, tiers, fused and not tiers.separate, torch.get_num_threads(), chunk)
-
-    def step(self, jobs: list[Job]) -> None:
-        """Step all jobs."""
-        for job in jobs:
-            slab = Slab(job, job.run.start, job.run.stop)
-            self._bring_states(slab)
-            self._bring_gradient(slab)
-            self._compute(slab)
-            for copied, rest, start in slab.staged:
-                rest.store(start, copied)
-            job.run.states.replace(job.after)
-
-    def _place(self, slab: Slab, rest: Rest, start: int, stop: int, *, read: bool, write: bool) -> Tensor:
-        place = rest.load(start, stop)
-        if write and not (isinstance(rest, MemoryRest) and rest.resident):
-            slab.staged.append((place, rest, start))
-        return place
 
 
 class _Noise:
