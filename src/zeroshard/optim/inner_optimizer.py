@@ -79,6 +79,8 @@ def step_together(
     if inner.param_groups:
         inner.step()
     inner.param_groups = groups
+    for group in groups:
+        group["params"] = []
     for group in undecided:
         group["foreach"] = None
     for stand_in in stand_ins:

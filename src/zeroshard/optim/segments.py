@@ -181,27 +181,21 @@ class RunStates:
 class RunMaker:
     """Makes the runs of one optimizer.
 
-    replicated: every rank has all optimizer states. state: the inner optimizer's `state`. alone: ids of parameters that are
-    stepped as a whole, each in a run of its own.
+    state: the inner optimizer's `state`. alone: ids of parameters that are stepped as a whole, each in a run of its own.
     """
 
-    def __init__(self, replicated: bool, state: dict[Tensor, State], tiers: Tiers, alone: set[int]) -> None:
-        self.replicated, self.state, self.tiers, self.alone = replicated, state, tiers, alone
+    def __init__(self, state: dict[Tensor, State], tiers: Tiers, alone: set[int]) -> None:
+        self.state, self.tiers, self.alone = state, tiers, alone
 
     def make(self, group: ParamGroup, start: int, stop: int, indices: list[int]) -> Run:
         """Return a run without states."""
         whole = id(group.params[indices[0]]) in self.alone
         slabs = group.masters.split or (group.plan.coded and not whole)
-        tensor = nn.Parameter(self.stepped(group)[start:stop]) if group.offload.tier is Tier.DEVICE and not slabs else None
+        in_place = group.offload.tier is Tier.DEVICE and not slabs
+        tensor = nn.Parameter(group.masters.of_runs.load(start, stop)) if in_place else None
         run = Run(group, start, stop, indices, tensor, whole)
         run.states = RunStates(run, self.tiers, None if tensor is None or group.plan.coded else self.state)
         return run
-
-    def stepped(self, group: ParamGroup) -> Tensor:
-        """Return the tensor on the device of which runs are views: the masters where there are any, else the values."""
-        if group.masters.rest is not None:
-            return group.masters.rest.load(0, group.masters.rest.numel)
-        return group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
 
     def runs(self, group: ParamGroup, keys: Sequence[K | None]) -> list[tuple[K, Run]]:
         """Return (key, run) for each longest sequence of neighbours with the same key; a parameter of key None is left out.
@@ -236,31 +230,20 @@ class RunMaker:
         run.states.clear()
         return parts
 
-    def joined(self, runs: list[Run]) -> list[Run]:
-        """Join neighbouring runs with states of equal kind: the reverse of `split`."""
-        bunches: list[list[Run]] = []
-        kind: object = None
-        for run in runs:
-            # the last run with elements
-            last = next((other for other in reversed(bunches[-1]) if other.numel), run) if bunches else run
-            adjoins = bunches and bunches[-1][0].group is run.group and (not run.numel or last is run or last.stop == run.start)
-            if adjoins and kind == run.states.kind() and not (run.whole or bunches[-1][0].whole):
-                bunches[-1].append(run)
-            else:
-                bunches.append([run])
-                kind = run.states.kind()
-        result: list[Run] = []
-        for parts in bunches:
-            if len(parts) == 1:
-                result += parts
-                continue
-            filled = [run for run in parts if run.numel] or parts[:1]  # runs without elements have no place in the buffer
-            indices = [index for run in parts for index in run.indices]
-            joined = self.make(parts[0].group, filled[0].start, filled[-1].stop, indices)
-            joined.states.join([run.states for run in filled])
-            for run in parts:
-                run.states.clear()
-            result.append(joined)
+    def joined(self, runs: list[list[Run]], groups: Sequence[ParamGroup]) -> list[list[Run]]:
+        """Join neighbouring runs with states of equal kind, the reverse of `split`; runs, result: by the optimizer's groups."""
+        kinds = {run: (number, run.states.kind()) for number, each in enumerate(runs) for run in each}
+        result: list[list[Run]] = [[] for _ in runs]
+        for group in groups:
+            had = {index: run for run in kinds if run.group is group for index in run.indices}
+            keys = [kinds[had[index]] if index in had else None for index in range(len(group.params))]
+            for (number, _), joined in self.runs(group, keys):
+                parts = list(dict.fromkeys(had[index] for index in joined.indices))
+                if len(parts) > 1:
+                    joined.states.join([run.states for run in parts if run.numel] or [parts[0].states])
+                    for run in parts:
+                        run.states.clear()
+                result[number].append(joined if len(parts) > 1 else parts[0])
         return result
 
 

@@ -75,7 +75,7 @@ class OptimizerCore:
         self.outer, self.runtime, self.comm, self.world = optimizer, runtime, runtime.comm, runtime.topology.world
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
         self.inner = inner_copy(optimizer)
-        self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, whole_parameters(optimizer))
+        self.maker = RunMaker(self.inner.state, runtime.tiers, whole_parameters(optimizer))
         self.whole = WholeStepper(inner_copy(optimizer), runtime.tiers, self.replicated)
         self.host: HostStepper | None = None
         if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
@@ -326,7 +326,7 @@ class OptimizerCore:
             if group.masters.split and not self.replicated:
                 group.values.forget()  # a fetched copy has the old values
             elif group.masters.rest is not None and group.offload.tier is Tier.DEVICE:
-                self._put_values(group, self.maker.stepped(group))
+                self._put_values(group, group.masters.rest.load(0, group.masters.rest.numel))
             if group.gradients.replicated:
                 group.gradients.apply_factor()  # since p.grad is a view of it
         self.states_changed()
@@ -403,7 +403,7 @@ class OptimizerCore:
         Then split each run that has a parameter without a gradient on any rank, so that this parameter keeps its state.
         """
         if self.parted:
-            self.runs, self.parted = [self.maker.joined(runs) for runs in self.runs], False
+            self.runs, self.parted = self.maker.joined(self.runs, self.runtime.groups), False
         for number, runs in enumerate(self.runs):
             result: list[Run] = []
             for run in runs:

@@ -119,15 +119,18 @@ class Restoring:
         for number, run, given in self.runs:
             core.runs[number].append(run)
             entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
-            if not run.states.own:
-                self._fill_columns(run, given, entries)
-                continue
-            made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
-            left = {key: reader for key, reader in given[0].tensors.items() if key not in made}  # `note` has read the others
-            for key, reader in left.items():
-                made[key] = old[key] if key in old else empty(run.numel, state_dtype(run.group, reader.dtype), core.comm.device)
-            self._fill(run, given, {key: made[key] for key in left}, None)
-            run.states.replace(entries | {key: made[key] for key in given[0].tensors})
+            made, old, left = (
+                self._made.pop(id(run), {}),
+                spare.pop(id(run), {}),
+                State(),
+            )  # `note` has read those that it has made
+            for key, reader in given[0].tensors.items():
+                if key not in made:
+                    left[key] = old[key] if key in old else self._new(run, key, reader.dtype)
+            self._fill(run, given, left, None)
+            entries |= {key: made[key] if key in made else left[key] for key in given[0].tensors}
+            if entries:
+                run.states.replace(entries)
         core.states_changed()
 
     def _spare(self) -> dict[int, dict[str, Tensor]]:
@@ -147,32 +150,29 @@ class Restoring:
             }  # fmt: skip
         return found
 
-    def _fill(self, run: Run, given: list[SavedState], values: dict[str, Tensor], bulk: Bulk | None) -> None:
-        """Read the states of all parameters of a run, by key, into values (run.numel,). bulk: register the reads with it instead.
+    def _new(self, run: Run, key: str, dtype: torch.dtype) -> Rest | Tensor:
+        """Return a column for a stored state of this dtype, which the caller fills."""
+        kept = state_dtype(run.group, dtype)
+        return empty(run.numel, kept, self.core.comm.device) if run.states.own else run.states.shared(key, kept)
+
+    def _fill(self, run: Run, given: list[SavedState], columns: State, bulk: Bulk | None) -> None:
+        """Read the states of all parameters of a run, by key, into its columns. bulk: register the reads with it instead.
 
         The reads go parameter by parameter, the order of zeroshard's checkpoints, so that files are read sequentially.
         """
         for index, state in zip(run.indices, given, strict=True):
             start, stop = self._held(run, index)
-            at, end = (bound - run.start for bound in run.group.masters.range(index))
-            for key, value in values.items():
-                place, padding = value[at:end].split((stop - start, end - at - stop + start))
+            begin, end = run.group.masters.range(index)
+            for key, column in columns.items():
+                if isinstance(column, Rest):
+                    copy_to_rest(state.tensors[key], start, stop, column, begin)
+                    continue
+                place, padding = column[begin - run.start : end - run.start].split((stop - start, end - begin - stop + start))
                 padding.zero_()
                 if bulk is None:
                     state.tensors[key].read(start, place)
                 else:
                     bulk.add(state.tensors[key], start, place)
-
-    def _fill_columns(self, run: Run, given: list[SavedState], scalars: State) -> None:
-        """Read the states of a run into columns of the shard, which rest on another tier or are encoded."""
-        columns = {key: run.states.shared(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
-        if columns or scalars:
-            run.states.replace({**columns, **scalars})
-        for index, state in zip(run.indices, given, strict=True):
-            start, stop = self._held(run, index)
-            begin, _ = run.group.masters.range(index)
-            for key, reader in state.tensors.items():
-                copy_to_rest(reader, start, stop, columns[key], begin)
 
     def _held(self, run: Run, index: int) -> tuple[int, int]:
         """Return [start, stop) of the flattened parameter whose states this rank has."""

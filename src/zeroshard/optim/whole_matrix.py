@@ -213,9 +213,7 @@ class WholeStepper:
         """Step a replicated parameter in place, without communication. The run's state tensors end with the layout's padding."""
         run, numel, slot = job.run, job.numel, job.group.layout.slots[job.index]
         assert run.tensor is not None
-        entries = run.states.load()
-        places = {key: run.place(entries[key], job.index) for key in job.states}
-        states = {key: rest.load(begin, begin + numel) for key, (rest, begin) in places.items()}
+        states = self._held(job, numel)
         param = run.tensor.detach()[:numel]
         value, after = self._step_class(job, param, job.group.gradients.in_step(slot.offset, slot.stop, param.dtype), states)
         if value.data_ptr() != param.data_ptr():
@@ -252,9 +250,7 @@ class WholeStepper:
     def _collect(self, job: Stepping) -> list[Tensor] | None:
         """Return value, gradient and states of one parameter, whole and flat, on its owner; None elsewhere (collective)."""
         comm, group, home, stepped = job.group.comm, job.group, job.group.homes[job.index], job.group.masters.stepped
-        entries = job.run.states.load()
-        places = [job.run.place(entries[key], job.index) for key in job.states]
-        states = [rest.load(begin, begin + home.end - home.begin) for rest, begin in places]
+        states = self._held(job, home.end - home.begin).values()
         parts = [stepped.load(home.begin, home.end), group.gradients.in_step(home.begin, home.end, stepped.dtype), *states]
         dtypes = [part.dtype for part in parts]
         pieces = [group.layout.piece(job.index, rank) for rank in range(comm.world_size)]
@@ -309,6 +305,12 @@ class WholeStepper:
             values = group.values.rest
             values.store(home.begin, value if values.resident else value.to(values.dtype))
         run.states.replace(self._keep(job, states) | {key: _placed(value, key, run) for key, value in job.others.items()})
+
+    @staticmethod
+    def _held(job: Stepping, numel: int) -> dict[str, Tensor]:
+        """Return this rank's elements of a parameter's states."""
+        places = {key: job.run.place(job.run.states.load()[key], job.index) for key in job.states}
+        return {key: rest.load(begin, begin + numel) for key, (rest, begin) in places.items()}
 
     @staticmethod
     def _keep(job: Stepping, states: dict[str, Tensor]) -> State:
