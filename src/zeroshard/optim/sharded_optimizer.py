@@ -331,7 +331,7 @@ class OptimizerCore:
                 group.gradients.apply_factor()  # since p.grad is a view of it
         self.states_changed()
         # groups whose gradients a delayed update has taken over are no longer in `stepped_groups`: the next step publishes them
-        return list({id(group): group for group in [*published, *self.stepped_groups]}.values())
+        return list(dict.fromkeys([*published, *self.stepped_groups]))
 
     def _step_in_place(self, runs: list[Run]) -> None:
         """Step the runs that have a tensor, all at once."""
@@ -364,25 +364,21 @@ class OptimizerCore:
     def _step_on_host(self, runs: list[Run], options: list[Options], attributes: Options) -> None:
         """Step the offloaded runs, in the order of the model, at once or as a delayed update. options: by the optimizer's groups."""
         assert self.host is not None
-        grads = {id(run.group): run.group.gradients for run in runs}
-        for buffer in grads.values():
-            buffer.land()
-        jobs = self._jobs(runs, options, attributes, publish=True)
-        warm_up = self.runtime.config.delayed_update
+        jobs, warm_up = self._jobs(runs, options, attributes, publish=True), self.runtime.config.delayed_update
         if warm_up is None or self.runtime.progress.steps < warm_up:
             self.host.step(jobs)
             return
-        rests = {key: buffer.hand_over() for key, buffer in grads.items()}
+        assert self.delayed is not None
+        rests = {group: group.gradients.hand_over() for group in dict.fromkeys(run.group for run in runs)}
         for job in jobs:
             job.run.group.active = [False] * len(job.run.group.specs)
-            job.gradient, job.publish = rests[id(job.run.group)], False
-        assert self.delayed is not None
+            job.gradient, job.publish = rests[job.run.group], False
         self.delayed.start(jobs)
 
     def _publish_delayed(self) -> list[ParamGroup]:
         """Write the masters of the delayed update into the parameters; return the groups that it has stepped."""
         assert self.delayed is not None
-        groups = list({id(job.run.group): job.run.group for job in self.delayed.take()}.values())
+        groups = list(dict.fromkeys(job.run.group for job in self.delayed.take()))
         self.runtime.gate.refresh(groups)  # keeps the user's writes since the update began
         for group in groups:
             self._put_values(group, group.masters.stepped.host(0, group.masters.stepped.numel))

@@ -67,9 +67,8 @@ class Restoring:
 
     def __init__(self, core: OptimizerCore, states: dict[int, SavedState]) -> None:
         self.core = core
-        self.runs: list[
-            tuple[int, Run, list[SavedState]]
-        ] = []  # number of the optimizer's group, a new run, its parameters' states
+        # number of the optimizer's group, a new run, its parameters' states
+        self.runs: list[tuple[int, Run, list[SavedState]]] = []
         self._made: dict[int, dict[str, Tensor]] = {}  # id of a run -> states that `note` has allocated
         nothing = SavedState()
         for group in (group for group in core.runtime.groups if group.trainable):
@@ -92,8 +91,7 @@ class Restoring:
         """
         device, spare = self.core.comm.device, self._spare()
         runs = [(run, given) for _, run, given in self.runs if run.states.own]
-        wanted = [(run, key, reader) for run, given in runs for key, reader in given[0].tensors.items()]
-        fresh = [(run, reader) for run, key, reader in wanted if key not in spare[id(run)]]
+        fresh = [(run, reader) for run, given in runs for key, reader in given[0].tensors.items() if key not in spare[id(run)]]
         room = has(sum(run.numel * state_dtype(run.group, reader.dtype).itemsize for run, reader in fresh))
         for run, given in runs:
             values = {}
