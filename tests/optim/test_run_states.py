@@ -11,12 +11,16 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.offload.storage import Rest
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8))
 DATA = torch.randn(3, 4, 24)
-PLACES = {"own": {}, "host": {"offload_optimizer": "cpu"}, "disk": None, "split": {"precision": "bf16", "master_weights": "split"}}
+PLACES = {
+    "own": {},
+    "host": {"offload_optimizer": "cpu"},
+    "disk": None,
+    "split": {"precision": "bf16", "master_weights": "split"},
+}
 
 
 def stepped(options: dict, make=adamw):
