@@ -51,15 +51,11 @@ def step_alone(
 
 
 def step_together(
-    inner: torch.optim.Optimizer,
-    leaves: list[list[nn.Parameter]],
-    alone: list[bool],
-    device: torch.device,
-    imagined_gpu: bool = False,
+    inner: torch.optim.Optimizer, leaves: list[list[nn.Parameter]], slabs: list[bool], device: torch.device, imagined_gpu: bool
 ) -> None:
     """Step all leaves of the inner optimizer's groups at once. Groups without any are hidden: some classes fail on an empty list.
 
-    alone: for each group, whether some of its runs are stepped slab by slab. Such a group without leaves here gets one of no
+    slabs: for each group, whether some of its runs are stepped slab by slab. Such a group without leaves here gets one of no
     elements, so that a class which counts steps in its groups counts this one. For a group whose parameters are all stepped
     whole, `WholeStepper.step` returns the options that the class has changed, counts among them. imagined_gpu: the tensors are
     fake ones that stand for a GPU's.
@@ -69,9 +65,9 @@ def step_together(
     for group in undecided:
         group["foreach"] = True
     takes_late = not isinstance(inner, torch_compat.EARLY_STATES)  # those count no steps in groups
-    for group, params, slabs in zip(groups, leaves, alone, strict=True):
+    for group, params, beside in zip(groups, leaves, slabs, strict=True):
         group["params"] = params
-        if takes_late and slabs and not params:
+        if takes_late and beside and not params:
             stand_ins.append(nn.Parameter(torch.empty(0, device=device)))
             stand_ins[-1].grad = torch.empty_like(stand_ins[-1])
             group["params"] = stand_ins[-1:]

@@ -117,18 +117,14 @@ class Restoring:
         for number, run, given in self.runs:
             core.runs[number].append(run)
             entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
-            made, old, left = (
-                self._made.pop(id(run), {}),
-                spare.pop(id(run), {}),
-                State(),
-            )  # `note` has read those that it has made
+            made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
+            columns = {key: made[key] if key in made else old.get(key) for key in given[0].tensors}
             for key, reader in given[0].tensors.items():
-                if key not in made:
-                    left[key] = old[key] if key in old else self._new(run, key, reader.dtype)
-            self._fill(run, given, left, None)
-            entries |= {key: made[key] if key in made else left[key] for key in given[0].tensors}
-            if entries:
-                run.states.replace(entries)
+                if columns[key] is None:
+                    columns[key] = self._new(run, key, reader.dtype)
+            self._fill(run, given, {key: columns[key] for key in columns if key not in made}, None)  # `note` has read the others
+            if entries or columns:
+                run.states.replace(entries | columns)
         core.states_changed()
 
     def _spare(self) -> dict[int, dict[str, Tensor]]:
