@@ -86,6 +86,8 @@ class HostStepper(SlabStepper):
             for upload in self._uploads:
                 upload.join()  # the device computes next with the new parameters
             self._uploads = []
+            for job in jobs:
+                job.run.states.replace(job.after)
             self.drop_ahead()
             self._next = self._following
         self.read_ahead()

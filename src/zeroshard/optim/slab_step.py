@@ -106,8 +106,6 @@ class SlabStepper:
         for slab in self._ready(jobs):
             self._compute(slab)
             self._write_back(slab)
-        for job in jobs:
-            job.run.states.replace(job.after)
 
     def _ready(self, jobs: list[Job]) -> Iterator[Slab]:
         """Yield the slabs of all jobs, with the parts that the step uses."""
@@ -125,9 +123,11 @@ class SlabStepper:
         return place
 
     def _write_back(self, slab: Slab) -> None:
-        """Write the copies that the step has changed to where they rest."""
+        """Write the copies that the step has changed to where they rest, and free all copies."""
         for copied, rest, start in slab.staged:
             rest.store(start, copied)
+        slab.job.run.states.replace(slab.job.after)
+        slab.parts, slab.staged = {}, []
 
     def _bring(self, slab: Slab, name: str, rest: Rest, *, read: bool, write: bool) -> None:
         """Add a Rest's elements [begin, end) to the slab's parts."""
@@ -202,18 +202,14 @@ class SlabStepper:
 
     def _create(self, slab: Slab, kernel: Kernel) -> State:
         """Create the states of a first step in the slab; return the scalars."""
-        for name in kernel.columns:
-            self._bring(slab, name, slab.job.run.states.shared(name, torch.float32), read=False, write=True)
-        param, scalars = slab.parts[_STEPPED], State()
+        param, created = slab.parts[_STEPPED], State()
         numel = max(param.numel(), 1)
         chunk = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else CHUNK_NUMEL
         for start in range(0, numel, chunk):
             stop = min(start + chunk, param.numel())
             created = kernel.create(_opened(param, start, stop))
-            for name in kernel.columns:
-                _put(slab.parts[name], start, stop, created.pop(name))
-            scalars = created
-        return scalars
+            self._take_states(slab, start, stop, created)
+        return {name: value for name, value in created.items() if name not in kernel.columns}
 
     def _step_class(self, job: Job, param: Tensor, grad: Tensor, state: State) -> State:
         """Step a chunk with the optimizer's own class; return the states afterwards."""
@@ -222,7 +218,7 @@ class SlabStepper:
         return step_alone(self.inner, job.options, param, grad, state)[1]
 
     def _take_states(self, slab: Slab, start: int, stop: int, state: State) -> None:
-        """Put the states of elements [start, stop), which the optimizer's class has made or changed, into the slab's parts."""
+        """Put the states of elements [start, stop), as a step or a kernel has made or changed them, into the slab's parts."""
         for name, value in state.items():
             if is_column(value, (stop - start,)):
                 if name not in slab.parts:
