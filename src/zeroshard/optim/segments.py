@@ -8,7 +8,7 @@ its run is split at that moment, and the optimizer's state with it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeGuard, TypeVar
 
 import torch
@@ -40,9 +40,9 @@ class Run:
     start: int
     stop: int
     indices: list[int]
+    states: RunStates
     tensor: nn.Parameter | None
     whole: bool = False
-    states: RunStates = field(init=False)
 
     @property
     def numel(self) -> int:
@@ -88,19 +88,20 @@ class RunStates:
     splitting a run copies only its scalars. Where the inner optimizer steps and keeps states as they are (`own`), each column of a run
     is a tensor (numel,) that the optimizer's class has made.
 
-    held, key: where the entries are: for `own` states the inner optimizer's `state`, and the run's tensor.
+    tensor: the run's. state: the inner optimizer's `state`, which has `own` states under the tensor; None: the run's are not there.
     """
 
-    def __init__(self, run: Run, tiers: Tiers, state: dict[Tensor, State] | None) -> None:
-        """state: that of the inner optimizer; None: it does not keep the run's states."""
-        self.run, self.tiers, self.own = run, tiers, state is not None
+    def __init__(
+        self, group: ParamGroup, tiers: Tiers, start: int, stop: int, tensor: Tensor | None, state: dict[Tensor, State] | None
+    ) -> None:
+        self.group, self.tiers, self.start, self.numel, self.tensor = group, tiers, start, stop - start, tensor
+        self.own = state is not None
         self._held: dict = {} if state is None else state
-        self._key = run.tensor
 
     @property
     def entries(self) -> State | None:
         """Columns (`Rest` or, of `own` states, tensors) and scalars; None before the first step."""
-        return self._held.get(self._key)
+        return self._held.get(self.tensor)
 
     @property
     def columns(self) -> State:
@@ -118,11 +119,11 @@ class RunStates:
 
     def holds(self, value: object) -> bool:
         """Return True for a column, False for a scalar."""
-        return isinstance(value, Rest) or (self.own and is_column(value, (self.run.numel,)))
+        return isinstance(value, Rest) or (self.own and is_column(value, (self.numel,)))
 
     def shared(self, name: str, dtype: torch.dtype) -> Rest:
         """Return the Rest of a column of the shard; the first call makes it. dtype: that in which the optimizer sees the state."""
-        group, columns = self.run.group, self.run.group.columns
+        group, columns = self.group, self.group.columns
         if name not in columns:
             layout, column = group.layout, group.plan.column(name)
             numel = layout.numel if group.masters.whole else layout.shard_numel
@@ -134,20 +135,20 @@ class RunStates:
         """Return a column for an entry of this name: the one that there is, else a new one, all zeros."""
         if not self.own:
             return self.shared(name, dtype)
-        assert self.run.tensor is not None
+        assert self.tensor is not None
         found = self.load().get(name)
-        return found if self.holds(found) else torch.zeros(self.run.numel, dtype=dtype, device=self.run.tensor.device)  # type: ignore[return-value]
+        return found if self.holds(found) else torch.zeros(self.numel, dtype=dtype, device=self.tensor.device)  # type: ignore[return-value]
 
     def replace(self, entries: State) -> None:
         """Replace all states; columns of the shard come first. {} for `own` states: as before the first step."""
         if entries or not self.own:
-            self._held[self._key] = dict(sorted(entries.items(), key=lambda entry: not isinstance(entry[1], Rest)))
+            self._held[self.tensor] = dict(sorted(entries.items(), key=lambda entry: not isinstance(entry[1], Rest)))
         else:
             self.clear()
 
     def clear(self) -> None:
         """Drop all states: as before the first step."""
-        self._held.pop(self._key, None)
+        self._held.pop(self.tensor, None)
 
     def put(self, name: str, value: object) -> None:
         """Set one scalar, or add a column."""
@@ -173,8 +174,8 @@ class RunStates:
     def cut(self, whole: RunStates) -> None:
         """Become the states of a part of the run of `whole`, which the caller clears afterwards."""
         if whole.entries is not None:
-            begin, columns = self.run.start - whole.run.start, whole.columns
-            own = {name: value[begin : begin + self.run.numel] for name, value in columns.items() if self.own}
+            begin, columns = self.start - whole.start, whole.columns
+            own = {name: value[begin : begin + self.numel] for name, value in columns.items() if self.own}
             self.replace(whole.entries | fresh(whole.scalars) | own)
 
 
@@ -193,9 +194,8 @@ class RunMaker:
         slabs = group.masters.split or (group.plan.coded and not whole)
         in_place = group.offload.tier is Tier.DEVICE and not slabs
         tensor = nn.Parameter(group.masters.of_runs.load(start, stop)) if in_place else None
-        run = Run(group, start, stop, indices, tensor, whole)
-        run.states = RunStates(run, self.tiers, None if tensor is None or group.plan.coded else self.state)
-        return run
+        state = None if tensor is None or group.plan.coded else self.state
+        return Run(group, start, stop, indices, RunStates(group, self.tiers, start, stop, tensor, state), tensor, whole)
 
     def runs(self, group: ParamGroup, keys: Sequence[K | None]) -> list[tuple[K, Run]]:
         """Return (key, run) for each longest sequence of neighbours with the same key; a parameter of key None is left out.

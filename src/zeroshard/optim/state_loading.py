@@ -118,7 +118,7 @@ class Restoring:
             core.runs[number].append(run)
             entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
             made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
-            columns = {key: made[key] if key in made else old.get(key) for key in given[0].tensors}
+            columns: State = {key: made[key] if key in made else old.get(key) for key in given[0].tensors}
             for key, reader in given[0].tensors.items():
                 if columns[key] is None:
                     columns[key] = self._new(run, key, reader.dtype)
