@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...config import Tier
 from ...memory.io.aligned import empty_aligned
@@ -23,7 +23,7 @@ from ...memory.io.async_file import Engine, Handle
 from ...offload.gradient_offload import NarrowRest
 from ...offload.storage import SplitRest, Tiers
 from ...optim.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
-from ...optim.inner_optimizer import inner_copy, step_alone
+from ...optim.inner_optimizer import inner_copy
 from ...optim.offloaded_step import HostStepper
 from ...optim.segments import Run
 from ...optim.sharded_optimizer import OptimizerCore
@@ -122,12 +122,15 @@ class Rehearsal:
     def _step_class(self, param: Tensor | Stretch, grad: Tensor, state: dict) -> dict:
         closed = {"": param, **state}
         opened = {name: each.open() if isinstance(each, Stretch) else each for name, each in closed.items()}
-        param = opened.pop("")
-        grad = grad.to(self.dtype) if self.factor == 1.0 else grad.to(self.dtype) * self.factor
-        _, stepped, _ = step_alone(self.inner, self.options, param, grad, opened)
+        leaf = nn.Parameter(opened.pop(""))
+        leaf.grad = grad.to(self.dtype) if self.factor == 1.0 else grad.to(self.dtype) * self.factor
+        self.inner.param_groups = [{**self.options, "params": [leaf]}]
+        self.inner.state = defaultdict(dict, {leaf: opened} if opened else {})
+        self.inner.step()
+        stepped = self.inner.state[leaf]
         for name, each in closed.items():
             if isinstance(each, Stretch):
-                each.close(stepped[name] if name else param)
+                each.close(stepped[name] if name else leaf.detach())
         return stepped
 
 
