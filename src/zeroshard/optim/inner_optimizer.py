@@ -32,32 +32,55 @@ def fresh(settings: Options) -> Options:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
 
 
-def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: torch.device, imagined_gpu: bool = False) -> None:
-    """Step the inner optimizer's groups that have parameters. Others are hidden: some classes fail on an empty list of tensors.
+def step_alone(
+    inner: torch.optim.Optimizer, options: Options, param: Tensor, grad: Tensor, state: State
+) -> tuple[Tensor, State, Options]:
+    """Step one tensor, in place, with the optimizer's own class.
 
-    hosted: for each group, whether the host steps some of its runs. Such a group without parameters here gets one of no
+    Return its value afterwards, which may lie elsewhere if the class replaces values, its states, and the options as the class has
+    left them. `inner` keeps no reference to them.
+    """
+    leaf = nn.Parameter(param)
+    leaf.grad = grad.to(leaf.dtype)
+    inner.param_groups = [{**fresh(options), "params": [leaf]}]
+    inner.state = defaultdict(dict, {leaf: state} if state else {})
+    inner.step()
+    after, told = inner.state[leaf], inner.param_groups[0]
+    inner.state, inner.param_groups = defaultdict(dict), []
+    return leaf.detach(), after, told
+
+
+def step_together(
+    inner: torch.optim.Optimizer, leaves: list[list[nn.Parameter]], slabs: list[bool], device: torch.device, imagined_gpu: bool
+) -> None:
+    """Step all leaves of the inner optimizer's groups at once. Groups without any are hidden: some classes fail on an empty list.
+
+    slabs: for each group, whether some of its runs are stepped slab by slab. Such a group without leaves here gets one of no
     elements, so that a class which counts steps in its groups counts this one. For a group whose parameters are all stepped
     whole, `WholeStepper.step` returns the options that the class has changed, counts among them. imagined_gpu: the tensors are
     fake ones that stand for a GPU's.
     """
-    groups = inner.param_groups
+    groups, stand_ins = inner.param_groups, []
     undecided = [group for group in groups if imagined_gpu and _foreach_on_gpu(group)]
     for group in undecided:
         group["foreach"] = True
     takes_late = not isinstance(inner, torch_compat.EARLY_STATES)  # those count no steps in groups
-    empty = [group for group, on_host in zip(groups, hosted, strict=True) if takes_late and on_host and not group["params"]]
-    for group in empty:
-        stand_in = nn.Parameter(torch.empty(0, device=device))
-        stand_in.grad = torch.empty_like(stand_in)
-        group["params"] = [stand_in]
+    for group, params, beside in zip(groups, leaves, slabs, strict=True):
+        group["params"] = params
+        if takes_late and beside and not params:
+            stand_ins.append(nn.Parameter(torch.empty(0, device=device)))
+            stand_ins[-1].grad = torch.empty_like(stand_ins[-1])
+            group["params"] = stand_ins[-1:]
     inner.param_groups = [group for group in groups if group["params"]]
     if inner.param_groups:
         inner.step()
     inner.param_groups = groups
+    for group in groups:
+        group["params"] = []
     for group in undecided:
         group["foreach"] = None
-    for group in empty:
-        inner.state.pop(group["params"].pop(), None)  # the group stays without parameters here
+    for stand_in in stand_ins:
+        inner.state.pop(stand_in, None)
 
 
 def _foreach_on_gpu(options: Options) -> bool:

@@ -36,7 +36,7 @@ from ..offload.storage import PAGE_NBYTES, CodedRest, MemoryRest, Rest, SplitRes
 from ..tensor.flat_layout import round_up
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import Work
-from .cpu_kernels import host_threads, stepping_threads
+from .cpu_kernels import stepping_threads
 from .slab_step import Job, Slab, SlabStepper
 
 _FLIGHT = 4  # most slabs, for each buffer, that are begun before they are stepped: the only limit for slabs that need no buffer
@@ -65,8 +65,7 @@ class HostStepper(SlabStepper):
     """
 
     def __init__(self, inner: torch.optim.Optimizer, offload: Offload, tiers: Tiers, fused: bool) -> None:
-        # a rank that computes on a GPU lets the host's step use its share of the cores, whatever OMP_NUM_THREADS is
-        super().__init__(inner, tiers, fused, host_threads() if tiers.separate else torch.get_num_threads())
+        super().__init__(inner, tiers, fused, on_host=True)
         self.offload = offload
         self.turn = Turn("the host's step of offloaded states")
         pin = offload.pin_memory
@@ -74,6 +73,7 @@ class HostStepper(SlabStepper):
         self.pool = Arena(tiers.ledger, limit_nbytes, PAGE_NBYTES, lambda n: tiers.host_buffer(n, pin), Tier.HOST, self.turn)
         self._ahead: deque[Slab] = deque()  # slabs that are read ahead for the next step
         self._next: deque[Slab] = deque()  # the next step's slabs that are not read yet
+        self._following: deque[Slab] = deque()  # in a step: the same, since it is expected to step the same runs
         self._uploads: list[Work] = []  # copies to the device in this step
 
     # -- the pipeline ----------------------------------------------------------------------------------------
@@ -82,31 +82,36 @@ class HostStepper(SlabStepper):
     def step(self, jobs: list[Job]) -> None:
         """Step all jobs, in this order. Writes to disk may still be running when it returns."""
         with stepping_threads(self.threads):
-            plan = deque(slab for job in jobs for slab in self._slabs(job))
-            following = [(slab.job, slab.begin, slab.end) for slab in plan]
-            sizes = [self._staged_nbytes(slab) for slab in plan]
-            useful_nbytes = sum(sizes) + max(sizes, default=0)  # one more: the arena's end may be too short for a slab
-            if self.pool.lacks(useful_nbytes):
-                self.drop_ahead()  # slabs read ahead are in the memory that a larger one replaces
-            self.pool.reserve(useful_nbytes)
-            flight: deque[Slab] = deque()  # slabs whose parts are being read, in the order of the step
-            while plan or flight:
-                while plan and len(flight) < _FLIGHT * self.offload.buffer_count and self._start(plan[0], wait=not flight):
-                    flight.append(plan.popleft())
-                slab = flight.popleft()
-                for pending in slab.reads:
-                    pending.wait()
-                with self.tiers.streams.stepping(slab.end - slab.begin, sum(part.nbytes for part in slab.parts.values())):
-                    self._compute(slab)
-                self._write_back(slab)
+            super().step(jobs)
             for upload in self._uploads:
                 upload.join()  # the device computes next with the new parameters
             self._uploads = []
             for job in jobs:
-                job.states.names, job.states.scalars = job.names or [], job.scalars
+                job.run.states.replace(job.after)
             self.drop_ahead()
-            self._next = deque(Slab(*slab) for slab in following)  # the next step is expected to step the same runs
+            self._next = self._following
         self.read_ahead()
+
+    def _ready(self, jobs: list[Job]) -> Iterator[Slab]:
+        plan = deque(slab for job in jobs for slab in self._slabs(job))
+        self._following = deque(Slab(slab.job, slab.begin, slab.end) for slab in plan)
+        sizes = [self._staged_nbytes(slab) for slab in plan]
+        useful_nbytes = sum(sizes) + max(sizes, default=0)  # one more: the arena's end may be too short for a slab
+        if self.pool.lacks(useful_nbytes):
+            self.drop_ahead()  # slabs read ahead are in the memory that a larger one replaces
+        self.pool.reserve(useful_nbytes)
+        flight: deque[Slab] = deque()  # slabs whose parts are being read, in the order of the step
+        while plan or flight:
+            while plan and len(flight) < _FLIGHT * self.offload.buffer_count and self._start(plan[0], wait=not flight):
+                flight.append(plan.popleft())
+            slab = flight.popleft()
+            for pending in slab.reads:
+                pending.wait()
+            yield slab
+
+    def _compute(self, slab: Slab) -> None:
+        with self.tiers.streams.stepping(slab.end - slab.begin, sum(part.nbytes for part in slab.parts.values())):
+            super()._compute(slab)
 
     @one_thread
     def read_ahead(self) -> None:
@@ -231,7 +236,6 @@ class HostStepper(SlabStepper):
     # -- moving ----------------------------------------------------------------------------------------------
 
     def _place(self, slab: Slab, rest: Rest, start: int, stop: int, *, read: bool, write: bool) -> Tensor:
-        """Return the memory at rest, or a copy in the slab's buffer."""
         numel, itemsize = stop - start, rest.dtype.itemsize
         view = rest.view(start, stop)
         if not numel:

@@ -7,19 +7,20 @@ its run is split at that moment, and the optimizer's state with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..config import Tier
-from ..offload.storage import Rest, Tiers
+from ..memory.ledger import OPTIMIZER
+from ..offload.storage import CodedRest, Rest, Tiers
 from ..tensor.state_column import is_column
 from ..zero.unit import ParamGroup
-from .inner_optimizer import State
-from .state_storage import ColumnStates, DeviceStates
+from .inner_optimizer import State, fresh
+from .state_storage import hashable
 
 K = TypeVar("K")  # key that is equal for parameters of one run
 
@@ -39,7 +40,7 @@ class Run:
     start: int
     stop: int
     indices: list[int]
-    states: DeviceStates | ColumnStates
+    states: RunStates
     tensor: nn.Parameter | None
     whole: bool = False
 
@@ -80,41 +81,121 @@ class Run:
         return value.view(-1) if marked and isinstance(value, Tensor) else value
 
 
+class RunStates:
+    """The optimizer states of one run by name: columns, which have a value for each element, and scalars (step counts and the like).
+
+    A column is a range of one state (exp_avg, ...) of the whole shard, which has a `Rest` of its own on any tier and in any form: so
+    splitting a run copies only its scalars. Where the inner optimizer steps and keeps states as they are (`own`), each column of a run
+    is a tensor (numel,) that the optimizer's class has made.
+
+    tensor: the run's. state: the inner optimizer's `state`, which has `own` states under the tensor; None: the run's are not there.
+    """
+
+    def __init__(
+        self, group: ParamGroup, tiers: Tiers, start: int, stop: int, tensor: Tensor | None, state: dict[Tensor, State] | None
+    ) -> None:
+        self.group, self.tiers, self.start, self.numel, self.tensor = group, tiers, start, stop - start, tensor
+        self.own = state is not None
+        self._held: dict = {} if state is None else state
+
+    @property
+    def entries(self) -> State | None:
+        """Columns (`Rest` or, of `own` states, tensors) and scalars; None before the first step."""
+        return self._held.get(self.tensor)
+
+    @property
+    def columns(self) -> State:
+        """The columns."""
+        return {name: value for name, value in self.load().items() if self.holds(value)}
+
+    @property
+    def scalars(self) -> State:
+        """All other states."""
+        return {name: value for name, value in self.load().items() if not self.holds(value)}
+
+    def load(self) -> State:
+        """Return the states by name: columns and scalars. {} before the first step."""
+        return self.entries or {}
+
+    def holds(self, value: object) -> bool:
+        """Return True for a column, False for a scalar."""
+        return isinstance(value, Rest) or (self.own and is_column(value, (self.numel,)))
+
+    def shared(self, name: str, dtype: torch.dtype) -> Rest:
+        """Return the Rest of a column of the shard; the first call makes it. dtype: that in which the optimizer sees the state."""
+        group, columns = self.group, self.group.columns
+        if name not in columns:
+            layout, column = group.layout, group.plan.column(name)
+            numel = layout.numel if group.masters.whole else layout.shard_numel
+            rest = self.tiers.rest(OPTIMIZER, group.offload, column.count(numel), column.dtype or dtype)
+            columns[name] = rest if column.plain(dtype) else CodedRest(rest, column, numel, dtype)
+        return columns[name]
+
+    def column(self, name: str, dtype: torch.dtype) -> Rest | Tensor:
+        """Return a column for an entry of this name: the one that there is, else a new one, all zeros."""
+        if not self.own:
+            return self.shared(name, dtype)
+        assert self.tensor is not None
+        found = self.load().get(name)
+        return found if self.holds(found) else torch.zeros(self.numel, dtype=dtype, device=self.tensor.device)  # type: ignore[return-value]
+
+    def replace(self, entries: State) -> None:
+        """Replace all states; columns of the shard come first. {} for `own` states: as before the first step."""
+        if entries or not self.own:
+            self._held[self.tensor] = dict(sorted(entries.items(), key=lambda entry: not isinstance(entry[1], Rest)))
+        else:
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop all states: as before the first step."""
+        self._held.pop(self.tensor, None)
+
+    def put(self, name: str, value: object) -> None:
+        """Set one scalar, or add a column."""
+        self.replace({**self.load(), name: value})
+
+    def remove(self, name: str) -> None:
+        """Drop one state; without the last one it is as before the first step."""
+        self.replace({other: value for other, value in self.load().items() if other != name})
+        if not self.entries:
+            self.clear()
+
+    def kind(self) -> Hashable:
+        """Return a key that is equal for states that one run can hold together."""
+        kinds = [(name, value.dtype if self.holds(value) else hashable(value)) for name, value in self.load().items()]
+        return not self.own and self.entries is None, tuple(sorted(kinds))
+
+    def join(self, parts: list[RunStates]) -> None:
+        """Become the states of neighbouring runs of equal kind, which the caller clears afterwards."""
+        if parts[0].entries is not None:
+            own = parts[0].columns if self.own else {}  # columns of the shard do not move
+            self.replace(parts[0].load() | {name: torch.cat([part.load()[name] for part in parts]) for name in own})
+
+    def cut(self, whole: RunStates) -> None:
+        """Become the states of a part of the run of `whole`, which the caller clears afterwards."""
+        if whole.entries is not None:
+            begin, columns = self.start - whole.start, whole.columns
+            own = {name: value[begin : begin + self.numel] for name, value in columns.items() if self.own}
+            self.replace(whole.entries | fresh(whole.scalars) | own)
+
+
 class RunMaker:
     """Makes the runs of one optimizer.
 
-    replicated: every rank has all optimizer states. state: the inner optimizer's `state`. alone: ids of parameters that are
-    stepped as a whole, each in a run of its own.
+    state: the inner optimizer's `state`. alone: ids of parameters that are stepped as a whole, each in a run of its own.
     """
 
-    def __init__(self, replicated: bool, state: dict[Tensor, State], tiers: Tiers, alone: set[int]) -> None:
-        self.replicated, self.state, self.tiers, self.alone = replicated, state, tiers, alone
+    def __init__(self, state: dict[Tensor, State], tiers: Tiers, alone: set[int]) -> None:
+        self.state, self.tiers, self.alone = state, tiers, alone
 
     def make(self, group: ParamGroup, start: int, stop: int, indices: list[int]) -> Run:
         """Return a run without states."""
         whole = id(group.params[indices[0]]) in self.alone
         slabs = group.masters.split or (group.plan.coded and not whole)
-        tensor = nn.Parameter(self.stepped(group)[start:stop]) if group.offload.tier is Tier.DEVICE and not slabs else None
-        if tensor is None or group.plan.coded:
-            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, start, stop), tensor, whole)
-        return Run(group, start, stop, indices, DeviceStates(self.state, self.tiers, tensor), tensor, whole)
-
-    @contextmanager
-    def ready(self, runs: list[Run]) -> Iterator[None]:
-        """Context in which the tensors of runs on the device have gradients."""
-        tensors = [run.tensor for run in runs if run.tensor is not None]
-        for run in runs:
-            if run.tensor is not None:
-                run.tensor.grad = run.group.gradients.in_step(run.start, run.stop, run.tensor.dtype)
-        yield
-        for tensor in tensors:
-            tensor.grad = None
-
-    def stepped(self, group: ParamGroup) -> Tensor:
-        """Return the tensor on the device of which runs are views: the masters where there are any, else the values."""
-        if group.masters.rest is not None:
-            return group.masters.rest.load(0, group.masters.rest.numel)
-        return group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
+        in_place = group.offload.tier is Tier.DEVICE and not slabs
+        tensor = nn.Parameter(group.masters.of_runs.load(start, stop)) if in_place else None
+        state = None if tensor is None or group.plan.coded else self.state
+        return Run(group, start, stop, indices, RunStates(group, self.tiers, start, stop, tensor, state), tensor, whole)
 
     def runs(self, group: ParamGroup, keys: Sequence[K | None]) -> list[tuple[K, Run]]:
         """Return (key, run) for each longest sequence of neighbours with the same key; a parameter of key None is left out.
@@ -144,36 +225,25 @@ class RunMaker:
         for index in run.indices:
             start, stop = run.group.masters.range(index)
             part = self.make(run.group, start, stop, [index])
-            part.states = run.states.cut(start - run.start, stop - run.start, part.tensor)
+            part.states.cut(run.states)
             parts.append(part)
         run.states.clear()
         return parts
 
-    def joined(self, runs: list[Run]) -> list[Run]:
-        """Join neighbouring runs with states of equal kind: the reverse of `split`."""
-        bunches: list[list[Run]] = []
-        kind: object = None
-        for run in runs:
-            # the last run with elements
-            last = next((other for other in reversed(bunches[-1]) if other.numel), run) if bunches else run
-            adjoins = bunches and bunches[-1][0].group is run.group and (not run.numel or last is run or last.stop == run.start)
-            if adjoins and kind == run.states.kind() and not (run.whole or bunches[-1][0].whole):
-                bunches[-1].append(run)
-            else:
-                bunches.append([run])
-                kind = run.states.kind()
-        result: list[Run] = []
-        for parts in bunches:
-            if len(parts) == 1:
-                result += parts
-                continue
-            filled = [run for run in parts if run.numel] or parts[:1]  # runs without elements have no place in the buffer
-            indices = [index for run in parts for index in run.indices]
-            joined = self.make(parts[0].group, filled[0].start, filled[-1].stop, indices)
-            joined.states.join([run.states for run in filled])  # type: ignore[misc]  # runs of one group have one kind of states
-            for run in parts:
-                run.states.clear()
-            result.append(joined)
+    def joined(self, runs: list[list[Run]], groups: Sequence[ParamGroup]) -> list[list[Run]]:
+        """Join neighbouring runs with states of equal kind, the reverse of `split`; runs, result: by the optimizer's groups."""
+        kinds = {run: (number, run.states.kind()) for number, each in enumerate(runs) for run in each}
+        result: list[list[Run]] = [[] for _ in runs]
+        for group in groups:
+            had = {index: run for run in kinds if run.group is group for index in run.indices}
+            keys = [kinds[had[index]] if index in had else None for index in range(len(group.params))]
+            for (number, _), joined in self.runs(group, keys):
+                parts = list(dict.fromkeys(had[index] for index in joined.indices))
+                if len(parts) > 1:
+                    joined.states.join([run.states for run in parts if run.numel] or [parts[0].states])
+                    for run in parts:
+                        run.states.clear()
+                result[number].append(joined if len(parts) > 1 else parts[0])
         return result
 
 

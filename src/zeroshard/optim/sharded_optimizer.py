@@ -34,11 +34,11 @@ from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from ..zero.verbs import begin
 from .cpu_kernels import matches
-from .inner_optimizer import Options, fresh, inner_copy, step_on_device
+from .inner_optimizer import Options, fresh, inner_copy, step_together
 from .lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
 from .offloaded_step import DelayedStep, HostStepper
 from .segments import Run, RunMaker, state_tensors
-from .slab_step import DeviceStepper, Job
+from .slab_step import Job, SlabStepper
 from .state_storage import WholeState
 from .state_view import ParameterState, StateByParameter, load_state, state_by_param
 from .validation import check_members
@@ -76,14 +76,14 @@ class OptimizerCore:
         self.outer, self.runtime, self.comm, self.world = optimizer, runtime, runtime.comm, runtime.topology.world
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
         self.inner = inner_copy(optimizer)
-        self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, whole_parameters(optimizer))
+        self.maker = RunMaker(self.inner.state, runtime.tiers, whole_parameters(optimizer))
         self.whole = WholeStepper(inner_copy(optimizer), runtime.tiers, self.replicated)
         self.host: HostStepper | None = None
         if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
             given = runtime.config.offload_optimizer.fused  # whether the host steps with fused kernels; None: where it is best
             fused = (runtime.tiers.separate or matches(optimizer)) if given is None else given
             self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, fused)
-        self.device = DeviceStepper(inner_copy(optimizer), runtime.tiers, matches(optimizer))
+        self.device = SlabStepper(inner_copy(optimizer), runtime.tiers, matches(optimizer))
         self.delayed: DelayedStep | None = None
         if self.host is not None and runtime.config.delayed_update is not None:
             self.delayed = DelayedStep(self.host)
@@ -97,7 +97,6 @@ class OptimizerCore:
                 continue
             for number, run in self.maker.runs(group, [self.group_of.get(id(param)) for param in group.params]):
                 self.runs[number].append(run)
-        self._show_runs()
         self.last_step: StepRecord | None = None
         self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
         self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
@@ -106,10 +105,9 @@ class OptimizerCore:
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
 
-    def _show_runs(self) -> None:
-        """Make the runs that are stepped on the device the parameters of the inner optimizer's param_groups."""
-        for group, runs in zip(self.inner.param_groups, self.runs, strict=True):
-            group["params"] = [run.tensor for run in runs if run.tensor is not None and not run.whole]
+    def _number(self, run: Run) -> int:
+        """Return the number of the optimizer's group that has a run's parameters."""
+        return self.group_of[id(run.group.params[run.indices[0]])]
 
     @property
     def all_runs(self) -> list[Run]:
@@ -314,30 +312,35 @@ class OptimizerCore:
             own = vars(self.inner).items()
             options = [fresh({k: v for k, v in group.items() if k != "params"}) for group in self.inner.param_groups]
             attributes = fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
-        hosted = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
-        with self.maker.ready(runs):
-            step_on_device(self.inner, hosted, self.comm.device, self.comm.imagined and self.runtime.tiers.separate)
+        self._step_in_place(runs)
         if slabs:
             self.device.step(self._jobs(slabs, options, attributes))
         if self.host is not None:
             self._step_on_host([run for run in runs if run.offloaded], options, attributes)
-        if whole:
-            number_of = {id(run): number for number, runs in enumerate(self.runs) for run in runs}
-            numbers = [number_of[id(run)] for run in whole]
-            told = self.whole.step([(run, options[number]) for run, number in zip(whole, numbers, strict=True)])
-            for number, changed in zip(numbers, told, strict=True):
-                self.inner.param_groups[number].update(changed)
+        for run, changed in self.whole.step([(run, options[self._number(run)]) for run in whole]) if whole else ():
+            self.inner.param_groups[self._number(run)].update(changed)
         self._copy_options(self.inner, self.outer)  # some classes count their steps in options or attributes
         for group in groups:
             if group.masters.split and not self.replicated:
                 group.values.forget()  # a fetched copy has the old values
             elif group.masters.rest is not None and group.offload.tier is Tier.DEVICE:
-                self._put_values(group, self.maker.stepped(group))
+                self._put_values(group, group.masters.rest.load(0, group.masters.rest.numel))
             if group.gradients.replicated:
                 group.gradients.apply_factor()  # since p.grad is a view of it
-        self._enter_states()
+        self.states_changed()
         # groups whose gradients a delayed update has taken over are no longer in `stepped_groups`: the next step publishes them
-        return list({id(group): group for group in [*published, *self.stepped_groups]}.values())
+        return list(dict.fromkeys([*published, *self.stepped_groups]))
+
+    def _step_in_place(self, runs: list[Run]) -> None:
+        """Step the runs that have a tensor, all at once."""
+        stepped = [(run, run.tensor) for run in runs if run.tensor is not None]
+        for run, leaf in stepped:
+            leaf.grad = run.group.gradients.in_step(run.start, run.stop, leaf.dtype)
+        leaves = [[run.tensor for run in runs if run.tensor is not None and not run.whole] for runs in self.runs]
+        slabs = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
+        step_together(self.inner, leaves, slabs, self.comm.device, self.comm.imagined and self.runtime.tiers.separate)
+        for _, leaf in stepped:
+            leaf.grad = None
 
     def _put_values(self, group: ParamGroup, stepped: Tensor) -> None:
         """Write the rounded masters into the parameters."""
@@ -350,35 +353,30 @@ class OptimizerCore:
 
     def _jobs(self, runs: list[Run], options: list[Options], attributes: Options, publish: bool = False) -> list[Job]:
         """Return the jobs of stepping runs slab by slab. options: by the optimizer's groups."""
-        of_run = {id(run): each for runs, each in zip(self.runs, options, strict=True) for run in runs}
         number, jobs = self.runtime.progress.steps, []
         for run in runs:
             grads = run.group.gradients
-            jobs.append(Job(run, of_run[id(run)], attributes, grads.resting(), grads.factor, publish, number))
+            jobs.append(Job(run, options[self._number(run)], attributes, grads.resting(), grads.factor, publish, number))
         return jobs
 
     def _step_on_host(self, runs: list[Run], options: list[Options], attributes: Options) -> None:
         """Step the offloaded runs, in the order of the model, at once or as a delayed update. options: by the optimizer's groups."""
         assert self.host is not None
-        grads = {id(run.group): run.group.gradients for run in runs}
-        for buffer in grads.values():
-            buffer.land()
-        jobs = self._jobs(runs, options, attributes, publish=True)
-        warm_up = self.runtime.config.delayed_update
+        jobs, warm_up = self._jobs(runs, options, attributes, publish=True), self.runtime.config.delayed_update
         if warm_up is None or self.runtime.progress.steps < warm_up:
             self.host.step(jobs)
             return
-        rests = {key: buffer.hand_over() for key, buffer in grads.items()}
+        assert self.delayed is not None
+        rests = {group: group.gradients.hand_over() for group in dict.fromkeys(run.group for run in runs)}
         for job in jobs:
             job.run.group.active = [False] * len(job.run.group.specs)
-            job.gradient, job.publish = rests[id(job.run.group)], False
-        assert self.delayed is not None
+            job.gradient, job.publish = rests[job.run.group], False
         self.delayed.start(jobs)
 
     def _publish_delayed(self) -> list[ParamGroup]:
         """Write the masters of the delayed update into the parameters; return the groups that it has stepped."""
         assert self.delayed is not None
-        groups = list({id(job.run.group): job.run.group for job in self.delayed.take()}.values())
+        groups = list(dict.fromkeys(job.run.group for job in self.delayed.take()))
         self.runtime.gate.refresh(groups)  # keeps the user's writes since the update began
         for group in groups:
             self._put_values(group, group.masters.stepped.host(0, group.masters.stepped.numel))
@@ -398,21 +396,14 @@ class OptimizerCore:
 
         Then split each run that has a parameter without a gradient on any rank, so that this parameter keeps its state.
         """
-        changed, self.parted = self.parted, False
-        if changed:
-            self.runs = [self.maker.joined(runs) for runs in self.runs]
+        if self.parted:
+            self.runs, self.parted = self.maker.joined(self.runs, self.runtime.groups), False
         for number, runs in enumerate(self.runs):
             result: list[Run] = []
             for run in runs:
                 active = [run.group.active[i] for i in run.indices] if id(run.group) in stepped else [False]
-                if len(set(active)) > 1:
-                    result += self.maker.split(run)
-                    changed = True
-                else:
-                    result.append(run)
+                result += self.maker.split(run) if len(set(active)) > 1 else [run]
             self.runs[number] = result
-        if changed:
-            self._show_runs()
 
     @staticmethod
     def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
@@ -437,8 +428,8 @@ class OptimizerCore:
                 self.comm.exchange(b"", "parameters gathered")  # no rank may write shards that a peer still copies
         self.comm.fence_read()
 
-    def _enter_states(self) -> None:
-        """Enter the inner optimizer's states in the ledger; `Tiers.rest` enters columns when it makes them."""
+    def states_changed(self) -> None:
+        """Enter the inner optimizer's states in the ledger; `Tiers.rest` enters columns of shards when it makes them."""
         held = state_tensors(self.inner.state)
         nbytes = sum(tensor.nbytes for tensor in held)
         if nbytes != self._state_nbytes:
@@ -446,11 +437,6 @@ class OptimizerCore:
                 claimed(tensor)
             self.runtime.tiers.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
             self._state_nbytes = nbytes
-
-    def states_changed(self) -> None:
-        """Update the inner optimizer and the ledger after runs or states were replaced."""
-        self._show_runs()
-        self._enter_states()
 
     def close(self) -> None:
         """Drop all states."""

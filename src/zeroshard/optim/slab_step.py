@@ -11,13 +11,11 @@ Only one chunk at a time is in the form that the optimizer steps: fp32 values of
 from __future__ import annotations
 
 import zlib
-from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import Tier
 from ..offload.storage import CodedRest, MemoryRest, Rest, SplitRest, Tiers
@@ -26,10 +24,9 @@ from ..tensor.state_column import is_column
 from ..tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ..utils import torch_compat
 from ..utils.work import Work
-from .cpu_kernels import CHUNK_NUMEL, CODED_CHUNK_NUMEL, Kernel, Team, kernel_for, step_stretch
-from .inner_optimizer import Options, State, fresh
+from .cpu_kernels import CHUNK_NUMEL, CODED_CHUNK_NUMEL, Kernel, Team, host_threads, kernel_for, step_stretch
+from .inner_optimizer import Options, State, fresh, step_alone
 from .segments import Run
-from .state_storage import ColumnStates
 
 _STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # names of the parts of a slab that are not states
 _CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step has an overhead of some 0.15 ms
@@ -38,12 +35,11 @@ _DEVICE_CHUNK_NUMEL = 1 << 24  # the same, on a device with a memory of its own
 
 @dataclass(eq=False)
 class Job:
-    """The step of one run, by the host or by a DeviceStepper.
+    """The step of one run, slab by slab.
 
     options: those of the run's parameter group; attributes: numbers that the optimizer's class keeps as attributes; both with their
     values before the step. gradient: where the gradient rests; the step multiplies it by `factor`. publish: whether the step also
-    writes the parameters. number: number of the step, on which stochastic rounding depends. names, scalars: columns and scalars
-    of the run's states after the step (names None: nothing of the run has been stepped).
+    writes the parameters. number: number of the step, on which stochastic rounding depends. after: the run's states after the step.
     """
 
     run: Run
@@ -53,18 +49,12 @@ class Job:
     factor: float = 1.0
     publish: bool = True
     number: int = 0
-    names: list[str] | None = None
-    scalars: State = field(default_factory=dict)
-
-    @property
-    def states(self) -> ColumnStates:
-        assert isinstance(self.run.states, ColumnStates)
-        return self.run.states
+    after: State = field(default_factory=dict)
 
     @property
     def fresh(self) -> bool:
         """True in the first step of the run."""
-        return self.states.names is None
+        return self.run.states.entries is None
 
 
 @dataclass(eq=False)
@@ -96,19 +86,48 @@ class Slab:
         return part
 
 
-class SlabStepper(ABC):
-    """Steps slabs. Subclasses say how the parts of a slab come to the memory in which they are stepped (`_place`), and write them back."""
+class SlabStepper:
+    """Steps slabs on the device: of each run whose states or masters rest there in another form than the optimizer steps, one slab.
 
-    def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool, threads: int, chunk: int | None = None):
-        """chunk: elements that the optimizer's own class steps at a time; None: as many as suit a CPU."""
-        self.inner, self.tiers, self.fused, self.threads = inner, tiers, fused, threads
-        self.chunk = chunk or _CLASS_CHUNK_NUMEL
-        self.scratch = torch.empty(max(CHUNK_NUMEL * threads, CODED_CHUNK_NUMEL) if fused else 0, device="cpu")
+    HostStepper cuts runs into smaller slabs, and stages those that rest where the host can not use them.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool, on_host: bool = False) -> None:
+        far = tiers.separate and not on_host  # on a device with a memory of its own, which fused kernels can not use
+        self.inner, self.tiers, self.fused = inner, tiers, fused and not far
+        # a rank that computes on a GPU lets the host's step use its share of the cores, whatever OMP_NUM_THREADS is
+        self.threads = threads = host_threads() if tiers.separate and on_host else torch.get_num_threads()
+        self.chunk = _DEVICE_CHUNK_NUMEL if far else _CLASS_CHUNK_NUMEL  # elements that the optimizer's own class steps at a time
+        self.scratch = torch.empty(max(CHUNK_NUMEL * threads, CODED_CHUNK_NUMEL) if self.fused else 0, device="cpu")
         self.team = Team(1 if tiers.comm.imagined else threads)  # fake tensors belong to one thread
 
-    @abstractmethod
+    def step(self, jobs: list[Job]) -> None:
+        """Step all jobs, in this order."""
+        for slab in self._ready(jobs):
+            self._compute(slab)
+            self._write_back(slab)
+
+    def _ready(self, jobs: list[Job]) -> Iterator[Slab]:
+        """Yield the slabs of all jobs, with the parts that the step uses."""
+        for job in jobs:
+            slab = Slab(job, job.run.start, job.run.stop)
+            self._bring_states(slab)
+            self._bring_gradient(slab)
+            yield slab
+
     def _place(self, slab: Slab, rest: Rest, start: int, stop: int, *, read: bool, write: bool) -> Tensor:
         """Return elements [start, stop) of a Rest for a step of the slab: a view, or a copy, read and written back as asked."""
+        place = rest.load(start, stop)
+        if write and not (isinstance(rest, MemoryRest) and rest.resident):
+            slab.staged.append((place, rest, start))
+        return place
+
+    def _write_back(self, slab: Slab) -> None:
+        """Write the copies that the step has changed to where they rest, and free all copies."""
+        for copied, rest, start in slab.staged:
+            rest.store(start, copied)
+        slab.job.run.states.replace(slab.job.after)
+        slab.parts, slab.staged = {}, []
 
     def _bring(self, slab: Slab, name: str, rest: Rest, *, read: bool, write: bool) -> None:
         """Add a Rest's elements [begin, end) to the slab's parts."""
@@ -133,8 +152,8 @@ class SlabStepper(ABC):
     def _bring_states(self, slab: Slab) -> None:
         group = slab.job.run.group
         self._bring(slab, _STEPPED, group.masters.of_runs, read=True, write=True)
-        for name in slab.job.states.names or ():
-            self._bring(slab, name, group.columns[name], read=True, write=True)
+        for name, column in slab.job.run.states.columns.items():
+            self._bring(slab, name, column, read=True, write=True)
 
     def _bring_gradient(self, slab: Slab) -> None:
         """Add the gradient, and the values where the step writes them beside the masters."""
@@ -151,17 +170,16 @@ class SlabStepper(ABC):
 
     def _compute(self, slab: Slab) -> None:
         """Step one slab with a kernel, or chunk by chunk with the optimizer's own class."""
-        job, kernel = slab.job, self.kernel(slab.job)
+        job, kernel, states = slab.job, self.kernel(slab.job), slab.job.run.states
         param, grad, out = slab.parts[_STEPPED], slab.tensor(_GRADIENT), slab.parts.get(_VALUES)
         assert out is None or isinstance(out, Tensor)
         numel, state = max(param.numel(), 1), State()
         whole = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else None  # on imagined ranks nothing is computed
         if kernel is not None:
-            scalars = fresh(job.states.scalars)  # every slab of a step begins with the same counters
+            state = fresh(states.scalars)  # every slab of a step begins with the same counters
             if job.fresh:
-                scalars |= self._create(slab, kernel)
-            names = kernel.columns if job.fresh else job.states.names
-            state = {**scalars, **{name: slab.parts[name] for name in names or ()}}
+                state |= self._create(slab, kernel)
+            state |= {name: part for name, part in slab.parts.items() if name not in (_STEPPED, _GRADIENT, _VALUES)}
             step_stretch(
                 kernel, param, grad, state, job.options,
                 scale=job.factor, out=out, scratch=self.scratch, team=self.team, chunk=whole,
@@ -172,50 +190,39 @@ class SlabStepper(ABC):
             for start in range(0, numel, chunk):
                 stop = min(start + chunk, param.numel())
                 opened = _opened(param, start, stop)
-                state = {}
-                if not job.fresh:
-                    columns = {name: _opened(slab.parts[name], start, stop) for name in job.states.names or ()}
-                    state = fresh(job.states.scalars) | columns
-                state = self._step_class(job, opened, grad[start:stop], state)
+                columns = {name: _opened(slab.parts[name], start, stop) for name in states.columns}
+                state = self._step_class(job, opened, grad[start:stop], fresh(states.scalars) | columns)
                 self._take_states(slab, start, stop, state)
                 if isinstance(param, Stretch):
                     param.part(start, stop).close(opened)
             if out is not None:
                 out.copy_(slab.tensor(_STEPPED))
-        job.names = [name for name in state if name in slab.parts]
-        job.scalars = {name: value for name, value in state.items() if name not in slab.parts}
+        shared = job.run.group.columns
+        job.after = {name: shared[name] if name in slab.parts else value for name, value in state.items()}
 
     def _create(self, slab: Slab, kernel: Kernel) -> State:
         """Create the states of a first step in the slab; return the scalars."""
-        for name in kernel.columns:
-            self._bring(slab, name, slab.job.states.column(name, torch.float32), read=False, write=True)
-        param, scalars = slab.parts[_STEPPED], State()
+        param, created = slab.parts[_STEPPED], State()
         numel = max(param.numel(), 1)
         chunk = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else CHUNK_NUMEL
         for start in range(0, numel, chunk):
             stop = min(start + chunk, param.numel())
             created = kernel.create(_opened(param, start, stop))
-            for name in kernel.columns:
-                _put(slab.parts[name], start, stop, created.pop(name))
-            scalars = created
-        return scalars
+            self._take_states(slab, start, stop, created)
+        return {name: value for name, value in created.items() if name not in kernel.columns}
 
     def _step_class(self, job: Job, param: Tensor, grad: Tensor, state: State) -> State:
         """Step a chunk with the optimizer's own class; return the states afterwards."""
-        leaf = nn.Parameter(param)
-        leaf.grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
+        grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
         vars(self.inner).update(fresh(job.attributes))
-        self.inner.param_groups = [{**fresh(job.options), "params": [leaf]}]
-        self.inner.state = defaultdict(dict, {leaf: state} if state else {})
-        self.inner.step()
-        return self.inner.state[leaf]
+        return step_alone(self.inner, job.options, param, grad, state)[1]
 
     def _take_states(self, slab: Slab, start: int, stop: int, state: State) -> None:
-        """Put the states of elements [start, stop), which the optimizer's class has made or changed, into the slab's parts."""
+        """Put the states of elements [start, stop), as a step or a kernel has made or changed them, into the slab's parts."""
         for name, value in state.items():
             if is_column(value, (stop - start,)):
                 if name not in slab.parts:
-                    self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
+                    self._bring(slab, name, slab.job.run.states.shared(name, value.dtype), read=False, write=True)
                 _put(slab.parts[name], start, stop, value)
 
 
@@ -232,31 +239,6 @@ def _put(part: Tensor | Stretch, start: int, stop: int, value: Tensor) -> None:
     # a state that the class has updated in place is there already
     if torch_compat.storage_id(place.untyped_storage()) != torch_compat.storage_id(value.untyped_storage()):
         place.copy_(value)
-
-
-class DeviceStepper(SlabStepper):
-    """Steps, on the device, the runs whose states or masters rest there in another form than the optimizer steps."""
-
-    def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool) -> None:
-        chunk = _DEVICE_CHUNK_NUMEL if tiers.separate else None
-        super().__init__(inner, tiers, fused and not tiers.separate, torch.get_num_threads(), chunk)
-
-    def step(self, jobs: list[Job]) -> None:
-        """Step all jobs."""
-        for job in jobs:
-            slab = Slab(job, job.run.start, job.run.stop)
-            self._bring_states(slab)
-            self._bring_gradient(slab)
-            self._compute(slab)
-            for copied, rest, start in slab.staged:
-                rest.store(start, copied)
-            job.states.names, job.states.scalars = job.names or [], job.scalars
-
-    def _place(self, slab: Slab, rest: Rest, start: int, stop: int, *, read: bool, write: bool) -> Tensor:
-        place = rest.load(start, stop)
-        if write and not (isinstance(rest, MemoryRest) and rest.resident):
-            slab.staged.append((place, rest, start))
-        return place
 
 
 class _Noise:

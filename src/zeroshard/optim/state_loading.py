@@ -22,7 +22,7 @@ from ..utils.torch_compat import alone
 from ..zero.unit import ParamGroup
 from .inner_optimizer import Options, State
 from .segments import Run
-from .state_storage import ColumnStates, DeviceStates, hashable
+from .state_storage import hashable
 
 if TYPE_CHECKING:
     from .sharded_optimizer import OptimizerCore
@@ -67,9 +67,8 @@ class Restoring:
 
     def __init__(self, core: OptimizerCore, states: dict[int, SavedState]) -> None:
         self.core = core
-        self.runs: list[
-            tuple[int, Run, list[SavedState]]
-        ] = []  # number of the optimizer's group, a new run, its parameters' states
+        # number of the optimizer's group, a new run, its parameters' states
+        self.runs: list[tuple[int, Run, list[SavedState]]] = []
         self._made: dict[int, dict[str, Tensor]] = {}  # id of a run -> states that `note` has allocated
         nothing = SavedState()
         for group in (group for group in core.runtime.groups if group.trainable):
@@ -82,7 +81,7 @@ class Restoring:
     @property
     def all_noted(self) -> bool:
         """True if `note` registers the reads of all states; those in columns, encoded or not, are read by `put` alone, in chunks."""
-        return all(isinstance(run.states, DeviceStates) for _, run, _ in self.runs)
+        return all(run.states.own for _, run, _ in self.runs)
 
     @torch.no_grad()
     def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
@@ -91,9 +90,8 @@ class Restoring:
         has: bytes -> whether the device has memory for so many beside the old states; if not, `put` reads all states.
         """
         device, spare = self.core.comm.device, self._spare()
-        runs = [(run, given) for _, run, given in self.runs if isinstance(run.states, DeviceStates)]
-        wanted = [(run, key, reader) for run, given in runs for key, reader in given[0].tensors.items()]
-        fresh = [(run, reader) for run, key, reader in wanted if key not in spare[id(run)]]
+        runs = [(run, given) for _, run, given in self.runs if run.states.own]
+        fresh = [(run, reader) for run, given in runs for key, reader in given[0].tensors.items() if key not in spare[id(run)]]
         room = has(sum(run.numel * state_dtype(run.group, reader.dtype).itemsize for run, reader in fresh))
         for run, given in runs:
             values = {}
@@ -118,23 +116,20 @@ class Restoring:
         core.runs = [[] for _ in core.runs]
         for number, run, given in self.runs:
             core.runs[number].append(run)
-            if isinstance(run.states, ColumnStates):
-                self._fill_columns(run, run.states, given, core.outer.param_groups[number])
-                continue
             entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
             made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
-            left = {key: reader for key, reader in given[0].tensors.items() if key not in made}  # `note` has read the others
-            for key, reader in left.items():
-                made[key] = old[key] if key in old else empty(run.numel, state_dtype(run.group, reader.dtype), core.comm.device)
-            self._fill(run, given, {key: made[key] for key in left}, None)
-            entries |= {key: made[key] for key in given[0].tensors}
-            if entries:
-                run.states.save(entries)
+            columns: State = {key: made[key] if key in made else old.get(key) for key in given[0].tensors}
+            for key, reader in given[0].tensors.items():
+                if columns[key] is None:
+                    columns[key] = self._new(run, key, reader.dtype)
+            self._fill(run, given, {key: columns[key] for key in columns if key not in made}, None)  # `note` has read the others
+            if entries or columns:
+                run.states.replace(entries | columns)
         core.states_changed()
 
     def _spare(self) -> dict[int, dict[str, Tensor]]:
         """Return by id of a new run the old states whose memory it can reuse: of the same elements, without other references."""
-        before = [run for run in self.core.all_runs if isinstance(run.states, DeviceStates)]
+        before = [run for run in self.core.all_runs if run.states.own]
         old = {(id(run.group), run.start, run.numel): run.states.load() for run in before}
         uses = Counter(id(value) for entries in old.values() for value in entries.values())
         found = {}
@@ -149,33 +144,29 @@ class Restoring:
             }  # fmt: skip
         return found
 
-    def _fill(self, run: Run, given: list[SavedState], values: dict[str, Tensor], bulk: Bulk | None) -> None:
-        """Read the states of all parameters of a run, by key, into values (run.numel,). bulk: register the reads with it instead.
+    def _new(self, run: Run, key: str, dtype: torch.dtype) -> Rest | Tensor:
+        """Return a column for a stored state of this dtype, which the caller fills."""
+        kept = state_dtype(run.group, dtype)
+        return empty(run.numel, kept, self.core.comm.device) if run.states.own else run.states.shared(key, kept)
+
+    def _fill(self, run: Run, given: list[SavedState], columns: State, bulk: Bulk | None) -> None:
+        """Read the states of all parameters of a run, by key, into its columns. bulk: register the reads with it instead.
 
         The reads go parameter by parameter, the order of zeroshard's checkpoints, so that files are read sequentially.
         """
         for index, state in zip(run.indices, given, strict=True):
             start, stop = self._held(run, index)
-            at, end = (bound - run.start for bound in run.group.masters.range(index))
-            for key, value in values.items():
-                place, padding = value[at:end].split((stop - start, end - at - stop + start))
+            begin, end = run.group.masters.range(index)
+            for key, column in columns.items():
+                if isinstance(column, Rest):
+                    copy_to_rest(state.tensors[key], start, stop, column, begin)
+                    continue
+                place, padding = column[begin - run.start : end - run.start].split((stop - start, end - begin - stop + start))
                 padding.zero_()
                 if bulk is None:
                     state.tensors[key].read(start, place)
                 else:
                     bulk.add(state.tensors[key], start, place)
-
-    def _fill_columns(self, run: Run, states: ColumnStates, given: list[SavedState], options: Options) -> None:
-        """Read the states of a run into columns, which rest on another tier or are encoded."""
-        if not given[0].tensors and not given[0].scalars:
-            return
-        columns = {key: states.column(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
-        states.names, states.scalars = list(columns), scalars_for(run, options, given[0])
-        for index, state in zip(run.indices, given, strict=True):
-            start, stop = self._held(run, index)
-            begin, _ = run.group.masters.range(index)
-            for key, reader in state.tensors.items():
-                copy_to_rest(reader, start, stop, columns[key], begin)
 
     def _held(self, run: Run, index: int) -> tuple[int, int]:
         """Return [start, stop) of the flattened parameter whose states this rank has."""

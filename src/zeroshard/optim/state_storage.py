@@ -1,157 +1,19 @@
-"""The optimizer states of one run, kept by the inner optimizer (DeviceStates) or in columns (ColumnStates).
-
-States that rest on another tier, or encoded, are columns. A *column* is one state (exp_avg, ...) of a whole shard, with a `Rest`
-of its own, and a run uses a range of it. So splitting a run copies only its scalars (step counts and the like).
-"""
+"""One parameter's optimizer states as tensors of its shape, sharded or whole: writing into them writes the state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..memory.ledger import OPTIMIZER
-from ..offload.storage import CodedRest, Rest, Tiers
+from ..offload.storage import Rest
 from ..tensor.home import DerivedHome
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from ..zero.parameter import ParamHome
-from ..zero.unit import ParamGroup
-from .inner_optimizer import State, fresh
-
-
-class DeviceStates:
-    """States that the inner optimizer keeps itself, under the run's tensor."""
-
-    def __init__(self, state: dict[Tensor, State], tiers: Tiers, tensor: Tensor) -> None:
-        self.state, self.tiers, self.tensor = state, tiers, tensor
-
-    def _is_column(self, value: object) -> bool:
-        return is_column(value, (self.tensor.numel(),))
-
-    def load(self) -> State:
-        """Return the states by name: tensors of the run's size, and scalars. {} before the first step."""
-        return self.state.get(self.tensor) or {}
-
-    def save(self, entries: State) -> None:
-        """Replace all states."""
-        self.state[self.tensor] = entries
-
-    def clear(self) -> None:
-        """Drop all states: as before the first step."""
-        self.state.pop(self.tensor, None)
-
-    def add(self, name: str, dtype: torch.dtype) -> None:
-        """Add a column, all zeros."""
-        self.put(name, torch.zeros(self.tensor.numel(), dtype=dtype, device=self.tensor.device))
-
-    def put(self, name: str, value: object) -> None:
-        """Set one scalar state."""
-        self.state.setdefault(self.tensor, {})[name] = value
-
-    def remove(self, name: str) -> None:
-        """Drop one state; without the last one it is as before the first step."""
-        entries = self.load()
-        del entries[name]
-        if not entries:
-            self.clear()
-
-    def kind(self) -> Hashable:
-        """Return a key that is equal for states that one run can hold together."""
-        return _kind(self.load(), self._is_column)
-
-    def join(self, parts: list[DeviceStates]) -> None:
-        """Move the states of neighbouring runs of equal kind here; `parts` are empty afterwards."""
-        entries = dict(parts[0].load())
-        for name, value in entries.items():
-            if parts[0]._is_column(value):
-                entries[name] = torch.cat([part.load()[name] for part in parts])
-        for part in parts:
-            part.clear()
-        if entries:
-            self.save(entries)
-
-    def cut(self, start: int, stop: int, part: Tensor | None) -> DeviceStates:
-        """Return the states of elements [start, stop) of the run, for the tensor `part`. The caller clears `self` afterwards."""
-        assert part is not None
-        entries = self.load()
-        if entries:
-            columns = {name: value[start:stop] for name, value in entries.items() if self._is_column(value)}
-            others = fresh({name: value for name, value in entries.items() if name not in columns})
-            self.state[part] = {name: columns[name] if name in columns else others[name] for name in entries}
-        return DeviceStates(self.state, self.tiers, part)
-
-
-class ColumnStates:
-    """States of elements [start, stop) of the columns of a group's shard, and the run's own scalars."""
-
-    def __init__(self, group: ParamGroup, tiers: Tiers, start: int, stop: int) -> None:
-        self.group, self.tiers, self.start, self.stop = group, tiers, start, stop
-        self.names: list[str] | None = None  # names of this run's columns; None before the first step
-        self.scalars: State = {}
-
-    def column(self, name: str, dtype: torch.dtype) -> Rest:
-        """Return the Rest of a column; the first call makes it. dtype: the dtype in which the optimizer sees the state."""
-        columns = self.group.columns
-        if name not in columns:
-            layout, column = self.group.layout, self.group.plan.column(name)
-            numel = layout.numel if self.group.masters.whole else layout.shard_numel
-            rest = self.tiers.rest(OPTIMIZER, self.group.offload, column.count(numel), column.dtype or dtype)
-            columns[name] = rest if column.plain(dtype) else CodedRest(rest, column, numel, dtype)
-        return columns[name]
-
-    def load(self) -> State:
-        """Return the states by name: the Rests of whole columns, and scalars. {} before the first step."""
-        return {**{name: self.group.columns[name] for name in self.names or ()}, **self.scalars}
-
-    def save(self, entries: State) -> None:
-        """Replace all states."""
-        self.names, self.scalars = [], {}
-        for name, value in entries.items():
-            if is_column(value, (self.stop - self.start,)):
-                self.column(name, value.dtype).store(self.start, value)
-                self.names.append(name)
-            else:
-                self.scalars[name] = value
-
-    def clear(self) -> None:
-        """Drop all states: as before the first step."""
-        self.names, self.scalars = None, {}
-
-    def add(self, name: str, dtype: torch.dtype) -> None:
-        """Add a column, whose values the caller writes."""
-        self.column(name, dtype)
-        self.names = [*(self.names or ()), name]
-
-    def put(self, name: str, value: object) -> None:
-        """Set one scalar state."""
-        self.names, self.scalars = self.names or [], {**self.scalars, name: value}
-
-    def remove(self, name: str) -> None:
-        """Drop one state; without the last one it is as before the first step."""
-        self.names = [other for other in self.names or () if other != name]
-        self.scalars.pop(name, None)
-        if not self.names and not self.scalars:
-            self.clear()
-
-    def kind(self) -> Hashable:
-        """Return a key that is equal for states that one run can hold together."""
-        return self.names is None, _kind(self.load(), lambda value: isinstance(value, Rest))
-
-    def join(self, parts: list[ColumnStates]) -> None:
-        """Become the states of neighbouring runs of equal kind; columns do not move, since all are ranges of the same ones."""
-        self.names, self.scalars = parts[0].names, parts[0].scalars
-
-    def cut(self, start: int, stop: int, part: Tensor | None) -> ColumnStates:
-        """Return the states of elements [start, stop) of the run."""
-        cut = ColumnStates(self.group, self.tiers, self.start + start, self.start + stop)
-        cut.names = None if self.names is None else list(self.names)
-        cut.scalars = fresh(self.scalars)
-        return cut
 
 
 class StateHome(DerivedHome):
@@ -245,7 +107,3 @@ def hashable(value: object) -> Hashable:
     if isinstance(value, Tensor):
         return (str(value.dtype), tuple(value.shape), tuple(value.reshape(-1).tolist()))
     return value if isinstance(value, Hashable) else repr(value)
-
-
-def _kind(entries: State, is_column: Callable[[object], bool]) -> Hashable:
-    return tuple(sorted((name, value.dtype if is_column(value) else hashable(value)) for name, value in entries.items()))

@@ -251,7 +251,7 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
             run, index = _alone(core, param)
             if key in states:
                 run.states.remove(key)
-            run.states.add(key, state_dtype(run.group, value.dtype))
+            run.states.put(key, run.states.column(key, state_dtype(run.group, value.dtype)))
             was_column = True
     if was_column and isinstance(value, Tensor):
         shown = _view(core, run, index, run.states.load()[key], WholeState)

@@ -15,14 +15,13 @@ rank holds one whole parameter, with gradient and states, besides its slices. Th
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm.base import Comm
 from ..comm.codec import exchange_values, sendable
@@ -33,9 +32,8 @@ from ..tensor.tiled_parameter import part_of
 from ..utils.torch_compat import disable_current_modes
 from ..zero.chunked_gather import ChunkedGather
 from ..zero.parameter import ParamSpec
-from .inner_optimizer import Options, State, fresh
+from .inner_optimizer import Options, State, fresh, step_alone
 from .segments import Run
-from .state_storage import ColumnStates
 
 _CHUNK_NBYTES = 4 << 20  # size of one rank's staging buffer
 
@@ -154,8 +152,8 @@ class WholeStepper:
         self.stacked: dict[tuple[str, int], int] = {}  # (state, parameter's dims) -> its leading dims of 1
 
     @torch.no_grad()
-    def step(self, runs: list[tuple[Run, Options]]) -> list[Options]:
-        """Step all runs, the same in the same order on all ranks (collective); return the options that each step has changed."""
+    def step(self, runs: list[tuple[Run, Options]]) -> list[tuple[Run, Options]]:
+        """Step all runs, the same in the same order on all ranks (collective); return each with the options that its step has changed."""
         jobs = []
         for run, options in runs:
             entries = run.states.load()
@@ -174,7 +172,7 @@ class WholeStepper:
                 queues[job.owner].append(job)
             for turn in zip_longest(*queues):
                 self._step_turn([job for job in turn if job is not None])
-        return [job.written for job in jobs]
+        return [(job.run, job.written) for job in jobs]
 
     def close(self) -> None:
         """Release all buffers."""
@@ -183,19 +181,13 @@ class WholeStepper:
 
     def _step_class(self, job: Stepping, param: Tensor, grad: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, State]:
         """Step a whole parameter with the optimizer's own class; return its value and states afterwards."""
-        leaf = nn.Parameter(param.view(job.shape))
-        leaf.grad = grad.view(job.shape).to(leaf.dtype)
         state: State = {key: value.view((1,) * self._leading(job, key) + job.shape) for key, value in states.items()}
         state |= fresh({key: job.run.unmark(value) for key, value in job.others.items()})
-        self.inner.param_groups = [{**fresh(job.options), "params": [leaf]}]
-        self.inner.state = defaultdict(dict, {leaf: state} if state else {})
-        self.inner.step()
-        after, options = self.inner.state[leaf], self.inner.param_groups[0]
+        value, after, options = step_alone(self.inner, job.options, param.view(job.shape), grad.view(job.shape), state)
         # the default `options` is a value that no option has
         changed = {k: v for k, v in options.items() if k != "params" and _differs(v, job.options.get(k, options))}
         job.written = {k: v for k, v in changed.items() if sendable(v)}
-        self.inner.state, self.inner.param_groups = defaultdict(dict), []  # free the whole parameter
-        return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}
+        return value, {key: self._as_cut(job, key, state) for key, state in after.items()}
 
     def _as_cut(self, job: Stepping, key: str, value: object) -> object:
         """Return a state in the form in which the run keeps it: (m, n) for states (1, m, n) of classes that stack matrices."""
@@ -221,19 +213,13 @@ class WholeStepper:
         """Step a replicated parameter in place, without communication. The run's state tensors end with the layout's padding."""
         run, numel, slot = job.run, job.numel, job.group.layout.slots[job.index]
         assert run.tensor is not None
-        entries = run.states.load()
-        places = {key: run.place(entries[key], job.index) for key in job.states}
-        states = {key: rest.load(begin, begin + numel) for key, (rest, begin) in places.items()}
+        states = self._held(job, numel)
         param = run.tensor.detach()[:numel]
         value, after = self._step_class(job, param, job.group.gradients.in_step(slot.offset, slot.stop, param.dtype), states)
         if value.data_ptr() != param.data_ptr():
             param.copy_(value.view(-1))
-        for key, value in after.items():
-            if _is_state(value, job.shape) and key not in job.others:
-                flat = entries.get(key)
-                after[key] = flat if isinstance(flat, Tensor) else value.new_zeros(run.numel)
-                after[key][:numel].copy_(value.reshape(-1))
-        run.states.save(after)
+        states = {key: value for key, value in after.items() if _is_state(value, job.shape) and key not in job.others}
+        run.states.replace(after | self._keep(job, states))
 
     # -- sharded -------------------------------------------------------------------------------------------------
 
@@ -264,9 +250,7 @@ class WholeStepper:
     def _collect(self, job: Stepping) -> list[Tensor] | None:
         """Return value, gradient and states of one parameter, whole and flat, on its owner; None elsewhere (collective)."""
         comm, group, home, stepped = job.group.comm, job.group, job.group.homes[job.index], job.group.masters.stepped
-        entries = job.run.states.load()
-        places = [job.run.place(entries[key], job.index) for key in job.states]
-        states = [rest.load(begin, begin + home.end - home.begin) for rest, begin in places]
+        states = self._held(job, home.end - home.begin).values()
         parts = [stepped.load(home.begin, home.end), group.gradients.in_step(home.begin, home.end, stepped.dtype), *states]
         dtypes = [part.dtype for part in parts]
         pieces = [group.layout.piece(job.index, rank) for rank in range(comm.world_size)]
@@ -320,18 +304,22 @@ class WholeStepper:
         if group.masters.rest is not None and run.tensor is None:  # otherwise `_update` copies all masters at once
             values = group.values.rest
             values.store(home.begin, value if values.resident else value.to(values.dtype))
-        if isinstance(run.states, ColumnStates):
-            for key, part in states.items():
-                run.states.column(key, part.dtype).store(home.begin, part)
-            run.states.names, run.states.scalars = list(states), {k: _placed(v, k, run) for k, v in job.others.items()}
-            return
-        entries = run.states.load()
-        padded = {key: entries[key] if key in entries else part.new_zeros(run.numel) for key, part in states.items()}
-        for key, part in states.items():
-            padded[key][: part.numel()].copy_(part)
-        on_device = {key: _placed(value, key, run) for key, value in job.others.items()}
-        if padded or on_device:
-            run.states.save({**padded, **on_device})
+        run.states.replace(self._keep(job, states) | {key: _placed(value, key, run) for key, value in job.others.items()})
+
+    @staticmethod
+    def _held(job: Stepping, numel: int) -> dict[str, Tensor]:
+        """Return this rank's elements of a parameter's states."""
+        places = {key: job.run.place(job.run.states.load()[key], job.index) for key in job.states}
+        return {key: rest.load(begin, begin + numel) for key, (rest, begin) in places.items()}
+
+    @staticmethod
+    def _keep(job: Stepping, states: dict[str, Tensor]) -> State:
+        """Store a parameter's states, or this rank's slices of them; return their columns."""
+        columns: State = {key: job.run.states.column(key, value.dtype) for key, value in states.items()}
+        for key, value in states.items():
+            rest, begin = job.run.place(columns[key], job.index)
+            rest.store(begin, value.reshape(-1))
+        return columns
 
 
 def _placed(value: object, key: str, run: Run) -> object:
