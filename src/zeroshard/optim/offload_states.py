@@ -14,11 +14,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..activations.checkpoint import give_back_memory
 from ..comm.codec import exchange_values
 from ..config import Offload, Tier
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from ..memory.release import Spare
 from ..offload.moved_states import PARTS, Memory
 from ..offload.storage import CodedRest, MemoryRest, Rest
 from ..utils import torch_compat
@@ -203,4 +203,6 @@ def _give_back_buffers(runtime: Runtime) -> None:
         runtime.gate.stepper.give_back()
     if runtime.gate.saver is not None and (runtime.gate.saver.last is None or runtime.gate.saver.last.done()):
         runtime.gate.saver.pool.give_back()
-    give_back_memory(runtime.model)
+    for held in vars(runtime.model).values():  # such as activation checkpoints, attached before or after zs.shard
+        if isinstance(held, Spare):
+            held.give_back()
