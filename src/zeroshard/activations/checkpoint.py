@@ -36,8 +36,8 @@ from ..comm.streams import streams_for
 from ..config import Offload, Tier, Units
 from ..errors import ConfigError, ZeroshardError
 from ..memory.ledger import Ledger
-from ..memory.release import Spare
 from ..offload.storage import Links
+from ..optim.offload_states import Spare
 from ..seam import find_engine
 from ..utils import torch_compat
 from ..utils.saved_tensors import Outer

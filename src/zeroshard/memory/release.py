@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from abc import ABC, abstractmethod
 
 from torch import Tensor
 
@@ -19,14 +18,6 @@ from .io.aligned import round_down, round_up
 
 _MADV_DONTNEED, _MADV_REMOVE, _MADV_HUGEPAGE = 4, 9, 14  # linux/mman.h: for private pages, for a memfd's, huge ones
 _HUGE_NBYTES = 4 << 20  # two huge pages at least
-
-
-class Spare(ABC):
-    """An object that a model holds in its `__dict__`, with memory that it can do without between steps."""
-
-    @abstractmethod
-    def give_back(self) -> None:
-        """Free that memory; it is allocated again when it is needed."""
 
 
 def give_back(tensor: Tensor) -> int:

@@ -47,7 +47,7 @@ _SEGMENT_NBYTES = 1 << 30  # least length of a file in a swap folder; files are 
 
 
 class Links:
-    """The links between the tiers of one rank: copies on its streams, which its ledger counts, and memory on both sides.
+    """The links between the tiers of one rank: copies, which its ledger counts, and memory for them.
 
     separate: the device has a memory of its own.
     """

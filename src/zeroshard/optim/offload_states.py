@@ -9,6 +9,7 @@ allocated again at the next use.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
@@ -18,7 +19,6 @@ from ..comm.codec import exchange_values
 from ..config import Offload, Tier
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
-from ..memory.release import Spare
 from ..offload.moved_states import PARTS, Memory
 from ..offload.storage import CodedRest, MemoryRest, Rest
 from ..utils import torch_compat
@@ -32,6 +32,14 @@ _NAMES = {name: name for name in (*PARTS, BUFFERS)} | {  # and DeepSpeed's names
     "optim_states": "optimizer", "hp_params": "masters", "lp_params": "parameters", "lp_grads": "gradients",
     "contiguous_grad_buffer": BUFFERS,
 }  # fmt: skip
+
+
+class Spare(ABC):
+    """An object that a model holds in its `__dict__`, with memory that it can do without between steps."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Free that memory; it is allocated again when it is needed."""
 
 
 def offload_states(
