@@ -31,10 +31,10 @@ LAYERS = (
     ("testing",),  # ranks as threads
     ("offload",),  # where states rest: device, host, disk
     ("zero",),  # units, gather and reduce, hooks, runtime
-    ("activations",),  # checkpointing, partitioning, offload, tiling
     ("optim",),
     ("reports", "state"),  # ring 1: what a snapshot is made of, slices of states by name
     ("seam",),  # what all that follows uses of the engine
+    ("activations",),  # checkpointing, partitioning, offload, tiling
     ("checkpoint", "data"),
     ("api",),
     ("parallel",),

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from .activations import router_loss, sequence_parallel
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
@@ -32,14 +31,14 @@ from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_opti
 from .optim.state_view import state_by_param
 from .optim.take_over import TakeOver
 from .optim.validation import check_optimizer
+from .seam import Engine
 from .state.slices import named_parts
 from .tensor import distributed
 from .tensor.sharded_tensor import ShardedTensor
 from .tensor.tiled_parameter import join, parts_in
-from .utils.axes import SP, TP
 from .utils.module_names import own_name
 from .zero import hooks, init_context
-from .zero.along_axis import Line, check_axes, connect
+from .zero.along_axis import attachments, check_axes, connect
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, device_of
 from .zero.closing import close as close
@@ -152,8 +151,10 @@ def _shard(
     check_axes(model, axes.lines)
     check_optimizer(optimizer, specs, config.delayed_update is not None)
     device = device_of(specs)
-    if axes.size(SP) > 1:
-        sequence_parallel.check(model)
+    attached = attachments(axes)
+    for each in attached:
+        if hasattr(each, "check"):
+            each.check(model)
 
     # open communicators; the checks that follow are collective, and make sure of equal models, options and values
     group, peers, world = axes.open(device, config.stall_timeout_s)
@@ -192,10 +193,8 @@ def _shard(
     object.__setattr__(model, "_zeroshard", runtime)
     connect(runtime, axes.lines)
     hooks.attach(runtime)
-    if axes.size(SP) > 1:
-        sequence_parallel.attach(runtime, Line(runtime, SP, axes.lines[SP]), axes.size(TP))
-    if axes.size(SP) > 1 or axes.divided is not None:
-        router_loss.attach(runtime)
+    for each in attached:
+        each.attach(Engine(runtime), axes)
     init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(runtime, found, stored)

@@ -5,16 +5,24 @@ engine = engine_of(model)
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .comm.base import DirectComm
+from .comm.control import Control
+from .comm.mesh.axes import Parts
 from .memory.ledger import Observer as Observer
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.slices import StateSlice, slices_of
 from .zero import verbs
+from .zero.along_axis import Line
 from .zero.mixed_precision import LossScaler
+from .zero.parameter import ParamHome
 from .zero.runtime import Runtime, runtime_of
 
 
@@ -63,6 +71,11 @@ class Engine:
         """Factor by which gradients are multiplied as they enter the model; 1 unless precision is fp16."""
         return self._runtime.progress.loss_scale
 
+    @property
+    def weight(self) -> float | None:
+        """The weight of the backward that runs (`zs.backward`); None if it has none."""
+        return self._runtime.account.weighing
+
     def snapshot(self) -> Snapshot:
         """Return what this rank holds, in bytes, what it has sent and moved so far, and what formulas need (not collective).
 
@@ -105,6 +118,18 @@ class Engine:
         """
         return self._runtime.tiers.ledger.observe(observer)
 
+    def note(self, text: str) -> None:
+        """Add a line to the notes of `zs.report`, once."""
+        self._runtime.schedule.note(text)
+
+    def line(self, axis: str, ranks: Parts) -> Line:
+        """Open the line of an axis that this rank is in (collective). ranks: those of the mesh along each line of it."""
+        return Line(self._runtime, axis, ranks)
+
+    def also_remove(self, handles: Iterable[Any]) -> None:
+        """Let `zs.close` remove hooks as well; a handle is any object with a method `remove`."""
+        self._runtime.handles += handles
+
     def unused_parameters(self) -> list[str]:
         """Reduce the gradients that were summed locally; return the names of trained parameters without one (collective)."""
         self._runtime.flush()
@@ -118,3 +143,27 @@ def engine_of(model: nn.Module | torch.optim.Optimizer) -> Engine:
     Raise TypeError if it is no nn.Module, ZeroshardError if it is not sharded, AttributeError for another optimizer.
     """
     return Engine(model.core.runtime if isinstance(model, torch.optim.Optimizer) else runtime_of(model))  # type: ignore[attr-defined]
+
+
+def find_engine(model: nn.Module) -> Engine | None:
+    """Return the engine of a module that was itself given to zs.shard, else None."""
+    runtime = model.__dict__.get("_zeroshard")
+    return None if runtime is None else Engine(runtime)
+
+
+def memory_of(param: nn.Parameter) -> Tensor:
+    """Return the tensor whose memory a parameter is a view of while it is gathered; the parameter itself where it is not sharded."""
+    home = getattr(param, "_home", None)
+    return home.group.values.full if isinstance(home, ParamHome) and home.group.values.sharded else param
+
+
+def abort_peers(error: Exception, comms: Iterable[Control], models: Iterable[nn.Module]) -> None:
+    """Send an error to all ranks that may wait for this one: those of `comms`, and those that share parameters of the models now."""
+    found = list(comms)
+    for model in models:
+        found += [engine.ranks for engine in map(find_engine, model.modules()) if engine is not None]
+        homes = [getattr(param, "_home", None) for param in model.parameters()]
+        found += [home.group.comm.control for home in homes if isinstance(home, ParamHome)]
+    for comm in {id(comm): comm for comm in found}.values():
+        if comm.world_size > 1:  # a copy of the error has no traceback, which would keep buffers alive
+            comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))

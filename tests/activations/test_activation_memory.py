@@ -38,13 +38,13 @@ from zoo import (
 )
 
 import zeroshard as zs
-from zeroshard.activations.disk_storage import DiskBacking
-from zeroshard.activations.storage import Space
+from zeroshard.activations.storage import DiskBacking, Space
 from zeroshard.comm import backend_select
 from zeroshard.comm.launch import free_port, run_processes
 from zeroshard.comm.streams import Streams
 from zeroshard.memory.io.async_file import Syscalls
 from zeroshard.memory.ledger import Ledger
+from zeroshard.offload.storage import Links
 from zeroshard.testing import run_threads
 from zeroshard.utils.saved_tensors import Saved
 
@@ -567,9 +567,8 @@ def test_a_slice_that_is_read_in_vain_keeps_its_place_until_then(tmp_path):
             self.go_on.wait(20)
             return super().preadv(fd, buffers, offset)
 
-    backing = DiskBacking(
-        zs.Offload("nvme", path=str(tmp_path), checksum=True), torch.device("cpu"), Streams(), Ledger(), 1 << 20, 0, 0
-    )
+    links = Links(torch.device("cpu"), Streams(), Ledger())
+    backing = DiskBacking(zs.Offload("nvme", path=str(tmp_path), checksum=True), links, 1 << 20, 0, 0)
     backing.engine.calls = Held()
     first = backing.put(torch.full((4096,), 1.0), 4096)
     first.writing.wait()

@@ -51,6 +51,31 @@ def in_thread(name: str, work) -> list:
     return found
 
 
+def test_with_a_lock_for_its_turn_an_object_lets_the_second_thread_wait():
+    class Desk:
+        def __init__(self) -> None:
+            self.turn, self.inside, self.served = threading.RLock(), 0, 0
+
+        @one_thread
+        def serve(self) -> None:
+            self.inside += 1
+            assert self.inside == 1
+            self.note()
+            self.inside -= 1
+
+        @one_thread
+        def note(self) -> None:
+            self.served += 1
+
+    desk = Desk()
+    threads = [threading.Thread(target=lambda: [desk.serve() for _ in range(200)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert desk.served == 800 and desk.inside == 0
+
+
 def test_a_second_thread_is_refused_by_name_and_the_first_goes_on():
     class Desk:
         turn = Turn("the desk")

@@ -36,25 +36,25 @@ from ..comm.streams import streams_for
 from ..config import Offload, Tier, Units
 from ..errors import ConfigError, ZeroshardError
 from ..memory.ledger import Ledger
+from ..offload.storage import Links
+from ..optim.offload_states import Spare
+from ..seam import find_engine
 from ..utils import torch_compat
 from ..utils.saved_tensors import Outer
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import original
 from ..utils.transformers_compat import recomputes
 from ..zero.auto_wrap import find_blocks
-from .disk_storage import DiskBacking, ImaginedDiskBacking
 from .saved_tensors import InputHooks, Store
-from .storage import Backing, MemoryBacking
+from .storage import Backing, DiskBacking, ImaginedDiskBacking, MemoryBacking
 
 _MIN_NUMEL = 1 << 12
 _STALL_TIMEOUT_S = 60.0
 _ATTACHED = "_zeroshard_activations"  # in the model's __dict__
 
-Partition = backend_select.Choice
-
 
 @dataclass(eq=False)
-class Attached:
+class Attached(Spare):
     """The changes that `checkpoint_activations` has made to a model.
 
     forwards: (module, `forward` in its instance's __dict__ before, or None, the new one). compiled: (module, its compiled call
@@ -67,12 +67,17 @@ class Attached:
     compiled: list[tuple[nn.Module, Callable, _Forward]] = field(default_factory=list)
     handle: RemovableHandle | None = None
 
+    def give_back(self) -> None:
+        """Free the arena while no checkpoint is packed; the next step allocates it again."""
+        if not self.store.alive():
+            self.store.backing.give_back()
+
 
 def checkpoint_activations(
     model: nn.Module,
     *,
     blocks: Units | None = "auto",
-    partition: Partition | None = None,
+    partition: backend_select.Choice | None = None,
     offload: Offload | str | None = None,
     path: str | None = None,
     prefetch: int = 2,
@@ -144,13 +149,6 @@ def attached_to(model: nn.Module) -> Attached:
     return attached
 
 
-def give_back_memory(model: nn.Module) -> None:
-    """Free the arena while no checkpoint is packed; the next step allocates it again. No effect on other models."""
-    attached = model.__dict__.get(_ATTACHED)
-    if attached is not None and not attached.store.alive():
-        attached.store.backing.give_back()
-
-
 # -- reading the options -------------------------------------------------------------------------------------------
 
 
@@ -176,26 +174,25 @@ def _blocks(model: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]
 
 
 def _make_store(
-    model: nn.Module, partition: Partition | None, offload: Offload, check_equal: bool, prefetch: int, arena_nbytes: int,
+    model: nn.Module, partition: backend_select.Choice | None, offload: Offload, check_equal: bool, prefetch: int, arena_nbytes: int,
     min_numel: int,
 ) -> Store:  # fmt: skip
     first = next(iter(model.parameters()), None)
     device = torch.device("cpu") if first is None or first.is_meta else first.device
     ledger = Ledger()
     comm = None if partition is None else backend_select.current(partition, device, _STALL_TIMEOUT_S, "partition")
-    if comm is not None:
-        streams = comm.streams
-    else:
-        runtime = model.__dict__.get("_zeroshard")  # its streams, so that a sharded model's copies and these are ordered
-        streams = runtime.comm.streams if runtime is not None else streams_for(device)
+    engine = find_engine(model)
+    ranks = comm if comm is not None or engine is None else engine.ranks
+    streams = streams_for(device) if ranks is None else ranks.streams  # so that a sharded model's copies and these are ordered
+    links = Links(device, streams, ledger)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0 if comm is None else comm.rank
     backing: Backing
     if offload.tier is not Tier.DISK:
-        backing = MemoryBacking(offload.tier, device, streams, ledger, arena_nbytes, offload.pin_memory)
+        backing = MemoryBacking(offload.tier, links, arena_nbytes, offload.pin_memory)
     elif isinstance(streams, Watcher):
-        backing = ImaginedDiskBacking(device, streams, ledger, prefetch)
+        backing = ImaginedDiskBacking(links, False, prefetch)
     else:
-        backing = DiskBacking(offload, device, streams, ledger, arena_nbytes, prefetch, rank)
+        backing = DiskBacking(offload, links, arena_nbytes, prefetch, rank)
     return Store(model, backing, comm, ledger, prefetch, min_numel, check_equal, speaks=rank == 0)
 
 

@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError
+from ..seam import Engine
 from ..utils.autograd import Running
 from ..utils.transformers_compat import balancing_losses
-from ..zero import hooks
-from ..zero.runtime import Runtime
 from .ulysses import active_in, sequence_of
 
-_running = Running()  # the forwards of sharded models, each with its Runtime; None: its loss is that of a rank's tokens
+_running = Running()  # the forwards of sharded models, each with its Engine; None: its loss is that of a rank's tokens
 _inside = threading.local()  # .stage: the StageSums of the stage that runs
 
 
@@ -83,25 +82,23 @@ def is_added_by(model: nn.Module) -> bool:
     return any(getattr(getattr(module, "config", None), "output_router_logits", False) for module in model.modules())
 
 
-def attach(runtime: Runtime) -> None:
+def attach(engine: Engine, axes: object) -> None:
     """Let the load-balancing losses of a sharded model's forwards be those of all its data-parallel ranks."""
-    replace(runtime.model)
+    model = engine.model
+    replace(model)
 
     def enter(module: nn.Module, args: object) -> None:
         sequence = sequence_of(module)
         alone = sequence is not None and active_in(module) is None  # in evaluation, of sequences of its own
-        _running.enter(module, None if alone else runtime)
+        _running.enter(module, None if alone else engine)
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         _running.leave(module)
 
-    if is_added_by(runtime.model) and not any(map(balancing_losses, runtime.model.modules())):
-        runtime.schedule.note(
-            "router's loss: the mean of the ranks' own losses, since it is not Transformers' load-balancing loss"
-        )
-    for module in filter(balancing_losses, runtime.model.modules()):
-        handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-        hooks.also_remove(runtime, handles)
+    if is_added_by(model) and not any(map(balancing_losses, model.modules())):
+        engine.note("router's loss: the mean of the ranks' own losses, since it is not Transformers' load-balancing loss")
+    for module in filter(balancing_losses, model.modules()):
+        engine.also_remove([module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)])
 
 
 @contextlib.contextmanager
@@ -125,19 +122,19 @@ def replace(model: nn.Module) -> None:
 def _replaced(original: Callable) -> Callable:
     @functools.wraps(original)
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        runtime, stage = next(reversed(_running.values()), None), getattr(_inside, "stage", None)
-        if runtime is None and stage is None:
+        engine, stage = next(reversed(_running.values()), None), getattr(_inside, "stage", None)
+        if engine is None and stage is None:
             return original(*args, **kwargs)
-        return balance_loss(runtime, stage, *args, **kwargs)
+        return balance_loss(engine, stage, *args, **kwargs)
 
     return chosen
 
 
 def balance_loss(
-    runtime: Runtime | None, stage: StageSums | None, gate_logits: Any, num_experts: int, top_k: int = 2,
+    engine: Engine | None, stage: StageSums | None, gate_logits: Any, num_experts: int, top_k: int = 2,
     attention_mask: Tensor | None = None,
 ) -> Tensor | int:  # fmt: skip
-    """Return the load-balancing loss of the tokens of all ranks of a runtime (collective); 0 without logits, or before the last stage.
+    """Return the load-balancing loss of the tokens of all ranks of an engine (collective); 0 without logits, or before the last stage.
 
     gate_logits: of each layer, (tokens, num_experts). attention_mask: (batch, seq), 0 for tokens that do not count.
     """
@@ -161,8 +158,8 @@ def balance_loss(
         stage.experts, stage.sent = num_experts, sums
         if not stage.last:
             return sums.new_zeros(())  # which no one reads
-    if runtime is not None and not runtime.comm.imagined:
-        sums = _OverRanks.apply(sums, runtime)
+    if engine is not None and not engine.ranks.imagined:
+        sums = _OverRanks.apply(sums, engine)
     counts, mass, tokens = sums.split([num_experts, num_experts, 1])
     loss = (counts.detach() / tokens.detach() * mass / tokens.detach()).sum().float() * num_experts
     if stage is not None:
@@ -175,15 +172,15 @@ class _OverRanks(torch.autograd.Function):
     `zs.backward`, of the gradients is the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, runtime: Runtime) -> Tensor:
-        ctx.runtime = runtime
-        told = runtime.comm.exchange(mine.cpu().numpy().tobytes(), "load-balancing loss: choices and probabilities")
+    def forward(ctx: Any, mine: Tensor, engine: Engine) -> Tensor:
+        ctx.engine = engine
+        told = engine.ranks.exchange(mine.cpu().numpy().tobytes(), "load-balancing loss: choices and probabilities")
         return torch.stack([torch.frombuffer(bytearray(each), dtype=mine.dtype) for each in told]).sum(0).to(mine.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        comm, weight = ctx.runtime.comm, ctx.runtime.account.weighing
+        comm, weight = ctx.engine.ranks, ctx.engine.weight
         if weight is None:
             return grad * comm.world_size, None
         told = comm.exchange(struct.pack("<d", weight), "load-balancing loss: weights of ranks")

@@ -16,45 +16,30 @@ keep, such as the encoder's output in every block of a decoder, is packed once.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import itertools
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.base import DirectComm
-from ..comm.control import Control
 from ..errors import OffloadIOError, SwapError, ZeroshardError
 from ..memory.ledger import Ledger
+from ..seam import abort_peers, memory_of
 from ..utils import saved_tensors, torch_compat
+from ..utils.one_thread import one_thread
 from ..utils.saved_tensors import Outer, Saved
 from ..utils.torch_compat import FakeTensor
 from ..zero import saved_parameters
-from ..zero.parameter import ParamHome
 from .partition import Slices
 from .storage import Backing, Kept
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _one_at_a_time(method: Callable[Concatenate[Store, P], R]) -> Callable[Concatenate[Store, P], R]:
-    """Decorator of a store's methods: one thread at a time runs one of them."""
-
-    @functools.wraps(method)
-    def alone(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._inside:
-            return method(self, *args, **kwargs)
-
-    return alone
 
 
 class Packed:
@@ -79,7 +64,7 @@ class Packed:
 class Store:
     """All packed tensors of one model on this rank.
 
-    Threads: any, one at a time (`_one_at_a_time`): forwards run in the rank's main thread, on a GPU backwards in autograd's.
+    Threads: any, one at a time (`turn`): forwards run in the rank's main thread, on a GPU backwards in autograd's.
     Finalizers of tensors run in any thread without the lock, and only append to `_freed`.
 
     Args:
@@ -111,11 +96,11 @@ class Store:
         self._known: dict[tuple, weakref.ref[Packed]] = {}  # by `key` in `pack`
         self._freed: deque[tuple[int, tuple, Kept, int]] = deque()  # appended by finalizers: number, key, slice, whole nbytes
         self._ahead: list[Kept] = []
-        self._inside = threading.RLock()
+        self.turn = threading.RLock()
         self._parameters: dict[int, StorageWeakRef] = {}  # storages that parameters are views of, by id
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose forwards have run: this one and its copies
 
-    @_one_at_a_time
+    @one_thread
     def __deepcopy__(self, memo: dict) -> Store:
         self.users += 1
         memo[id(self)] = self  # else each part of the copy that refers to the store would count
@@ -127,7 +112,7 @@ class Store:
             "zs.checkpoint_activations(model, off=True)."
         )
 
-    @_one_at_a_time
+    @one_thread
     def begin_forward(self, model: nn.Module, args: tuple = ()) -> None:
         """Forward pre-hook of a model: note that its forward begins."""
         self._forward += 1
@@ -142,7 +127,7 @@ class Store:
 
     # -- pack ------------------------------------------------------------------------------------------------
 
-    @_one_at_a_time
+    @one_thread
     def pack(self, tensor: Tensor, name: str) -> Packed | Saved:
         """Return the object that autograd keeps in place of a checkpoint's input."""
         self._reap()
@@ -198,18 +183,13 @@ class Store:
             self.messages.append(message)
             if not message.partition(": ")[2].startswith("0 ->") and self.speaks:  # the first allocation is not printed
                 print(f"zeroshard: {message}", file=sys.stderr)
-        self._parameters = {}
-        for param in self.model.parameters():
-            home = getattr(param, "_home", None)
-            gathered = home.group.values.full if isinstance(home, ParamHome) and home.group.values.sharded else None
-            held = param if gathered is None else gathered  # what the parameter, when gathered, is a view of
-            if held.layout is torch.strided:
-                storage = held.untyped_storage()
-                self._parameters[torch_compat.storage_id(storage)] = StorageWeakRef(storage)
+        held = (memory_of(param) for param in self.model.parameters())
+        storages = (tensor.untyped_storage() for tensor in held if tensor.layout is torch.strided)
+        self._parameters = {torch_compat.storage_id(storage): StorageWeakRef(storage) for storage in storages}
 
     # -- unpack ----------------------------------------------------------------------------------------------
 
-    @_one_at_a_time
+    @one_thread
     def unpack(self, packed: Packed | Saved) -> Tensor:
         """Return a packed tensor in new memory (collective if partitioned)."""
         if isinstance(packed, Saved):
@@ -219,12 +199,8 @@ class Store:
         self._reap()
         with torch.no_grad(), self._aborting():
             self.slices.agree(packed.forward)
-            wanted = [packed.kept]  # and the `prefetch` slices packed before it, which backward needs next
-            for number in reversed(self._live):
-                if len(wanted) > self.prefetch:
-                    break
-                if number < packed.number:
-                    wanted.append(self._live[number])
+            before = (kept for number, kept in reversed(self._live.items()) if number < packed.number)
+            wanted = [packed.kept, *itertools.islice(before, self.prefetch)]  # which backward needs next
             for kept in self._ahead:
                 if kept not in wanted:
                     self.backing.done(kept)  # backward went in another order than expected
@@ -252,24 +228,16 @@ class Store:
         try:
             yield
         except (OffloadIOError, SwapError) as error:
-            comms: list[Control] = [] if self.comm is None else [self.comm]  # to the ranks that share the activations
-            for model in self._models:  # and to those that share the parameters at present
-                runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: this module is not sharded
-                comms += [runtime.comm for runtime in runtimes if runtime is not None]
-                homes = [getattr(param, "_home", None) for param in model.parameters()]
-                comms += [home.group.comm.control for home in homes if isinstance(home, ParamHome)]
-            for comm in {id(comm): comm for comm in comms}.values():
-                if comm.world_size > 1:  # a copy of the error has no traceback, which would keep buffers alive
-                    comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))
+            abort_peers(error, [] if self.comm is None else [self.comm], self._models)
             raise
 
-    @_one_at_a_time
+    @one_thread
     def alive(self) -> int:
         """Return the number of tensors packed now."""
         self._reap()
         return len(self._live)
 
-    @_one_at_a_time
+    @one_thread
     def close(self) -> None:
         """Release the store for one model; the last one frees all memory and files."""
         self._reap()

@@ -17,18 +17,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..comm.mesh.axes import Axes
 from ..errors import ConfigError
+from ..seam import Engine
 from ..utils.autograd import Running
+from ..utils.axes import SP, TP
 from ..utils.transformers_compat import is_pretrained
-from ..zero import hooks
-from ..zero.along_axis import Line
-from ..zero.runtime import Runtime
 from . import transformers_attention
 from .ulysses import SequenceParallel, active_in, of_module
 
-_running = (
-    Running()
-)  # the forwards of modules that may call scaled_dot_product_attention, each with the mode that it entered, or None
+# the forwards of modules that may call scaled_dot_product_attention, each with the mode that it entered, or None
+_running = Running()
 
 
 class _Attention(TorchFunctionMode):
@@ -59,9 +58,10 @@ def check(model: nn.Module) -> None:
             transformers_attention.check(name, module)
 
 
-def attach(runtime: Runtime, line: Line, tp: int) -> None:
-    """Let the attention of a sharded model be over whole sequences. line: the ranks along sp. tp: number of ranks along tp."""
-    sequence, model = SequenceParallel(line, runtime.schedule.note, tp), runtime.model
+def attach(engine: Engine, axes: Axes) -> None:
+    """Let the attention of a sharded model be over whole sequences (collective)."""
+    line, model = engine.line(SP, axes.lines[SP]), engine.model
+    sequence = SequenceParallel(line, engine.note, axes.size(TP))
     handles: list[Any] = [SimpleNamespace(remove=lambda: [of_module.pop(module, None) for module in model.modules()])]
     covered: set[nn.Module] = set()
     for module in model.modules():
@@ -73,8 +73,8 @@ def attach(runtime: Runtime, line: Line, tp: int) -> None:
         if module not in covered and not type(module).__module__.startswith("torch.nn.modules"):
             handles += _with_mode(module, sequence)
     handles.append(model.register_forward_hook(_expect_calls(sequence, bool(covered))))
-    hooks.also_remove(runtime, handles)
-    runtime.schedule.note(f"sequence parallelism: attention over the tokens of {sequence.size} ranks along sp (Ulysses)")
+    engine.also_remove(handles)
+    engine.note(f"sequence parallelism: attention over the tokens of {sequence.size} ranks along sp (Ulysses)")
 
 
 def _with_mode(module: nn.Module, sequence: SequenceParallel) -> list[Any]:

@@ -5,12 +5,11 @@
     get ... done     the slice on the device, valid in between
     drop             the slice is not needed any more
 
-Memory is taken from an *arena*: one allocation of constant size in which every checkpoint has a slot (ZeRO, arXiv
-1910.02054, 6.3: without it, long- and short-lived tensors interleave and memory is fragmented). A slice that does not fit
-gets an allocation of its own, and `settle` replaces the arena by a larger one when it is empty. So the first step measures
-the need, and later steps allocate nothing.
+Copies, host memory, files and requests are those of the tiers (offload/storage.py). What is particular here: slices come and go
+like a stack, sizes are known when a slice comes, and a failure of the disk ends a backward, not the use of the model.
 
-On a CPU the device's memory is the host's: DEVICE and HOST differ only in the ledger.
+Every slice has a slot in an *arena* of constant size, in memory or in a file (ZeRO, arXiv 1910.02054, 6.3: without it, long- and
+short-lived tensors interleave and memory is fragmented). So the first step measures the need, and later steps allocate nothing.
 """
 
 from __future__ import annotations
@@ -18,24 +17,32 @@ from __future__ import annotations
 import bisect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..comm.streams import Copy, Streams
-from ..config import Tier
-from ..memory.io.async_file import File, empty_aligned
-from ..memory.ledger import Ledger, making
-from ..utils.work import OVER, Work
+from ..comm.pool import BufferPool
+from ..config import Offload, Tier
+from ..errors import SwapError
+from ..memory.io.async_file import ALIGN, Engine, File
+from ..memory.io.swap_folder import SwapFolder
+from ..memory.ledger import making
+from ..offload.storage import Links
+from ..utils.host import ranks_here
+from ..utils.work import OVER, Then, Work
 
 CHECKPOINTS = "activation checkpoints"  # category in the ledger
+_BUFFERS = "buffers of activation checkpoints"  # category of host buffers
+_NAME = "checkpoints"  # prefix of the files' names
 _SLOT_ALIGN = 512  # bytes: alignment of torch's CUDA allocator, and enough for every vector kernel
+_WRITING = 2  # host buffers for writes, in addition to those of prefetched reads
 
 
 class Space:
     """A free list over the bytes [0, nbytes). First fit, neighbours joined; plain arithmetic, no memory.
 
-        [ taken | free      | taken |  free        ]        free: (offset, nbytes), in order, never two side by side
+        [ taken | free      | taken |  free        ]        free: (begin, end), in order, never two side by side
 
     Offsets and lengths are multiples of `align`, so that slots are aligned as the range itself is. Checkpoints come and go like a
     stack, so the list of free ranges is short and first fit leaves no holes.
@@ -54,14 +61,11 @@ class Space:
     def take(self, nbytes: int) -> int | None:
         """Take `nbytes` free bytes and return their offset, or None if there is no such gap."""
         nbytes = self.rounded(max(nbytes, 1))
-        for index, (offset, length) in enumerate(self._free):
-            if length >= nbytes:
-                if length == nbytes:
-                    del self._free[index]
-                else:
-                    self._free[index] = (offset + nbytes, length - nbytes)
+        for index, (begin, end) in enumerate(self._free):
+            if end - begin >= nbytes:
+                self._free[index : index + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
                 self.used_nbytes += nbytes
-                return offset
+                return begin
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
@@ -69,12 +73,10 @@ class Space:
         nbytes = self.rounded(max(nbytes, 1))
         self.used_nbytes -= nbytes
         index = bisect.bisect(self._free, (offset, 0))
-        if index < len(self._free) and self._free[index][0] == offset + nbytes:
-            nbytes += self._free.pop(index)[1]
-        if index and sum(self._free[index - 1]) == offset:
-            offset, before = self._free.pop(index - 1)
-            nbytes, index = nbytes + before, index - 1
-        self._free.insert(index, (offset, nbytes))
+        before, after = self._free[:index], self._free[index:]
+        begin = before.pop()[0] if before and before[-1][1] == offset else offset
+        end = after.pop(0)[1] if after and after[0][0] == offset + nbytes else offset + nbytes
+        self._free = [*before, (begin, end), *after]
 
 
 @dataclass(eq=False)
@@ -83,13 +85,12 @@ class Kept:
 
     numel: int
     dtype: torch.dtype
-    offset: int = -1  # in the arena or file; -1: an allocation of its own
+    space: Space | None = None  # the free list in which it has a slot, at `offset`; None: an allocation of its own
+    offset: int = -1
     memory: Tensor | None = None  # (numel,), if it rests in memory
     file: File | None = None  # if it rests in one
-    space: Space | None = None  # free list of the file
-    writing: Work | None = None  # the write or copy that must finish before the slice can be read
+    writing: Work = OVER  # the write or copy that must finish before the slice can be read
     ahead: tuple[Tensor, Work] | None = None  # the read or copy that `fetch` started, and the memory that it fills
-    reading: Work | None = None  # set by `drop`: the read that must finish before the slot in the file is used again
 
     @property
     def nbytes(self) -> int:
@@ -103,21 +104,17 @@ class Backing(ABC):
     to follow the first one in a forward, of its size.
     """
 
-    tier: Tier
     foreseen = 0
     imagines = True  # whether `put` accepts the fake tensors of a dry run
 
-    def __init__(self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger, pin: bool) -> None:
-        self.tier, self.device, self.streams, self.ledger = tier, device, streams, ledger
-        self.pin = pin and device.type == "cuda"
-        self.arena_nbytes = 0
-        self.allocations = 0
+    def __init__(self, tier: Tier, links: Links, pin: bool) -> None:
+        self.tier, self.links, self.ledger, self.device, self.pin = tier, links, links.ledger, links.device, pin
+        self.arena_nbytes = self.allocations = 0
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Return new page-aligned host memory (nbytes,) uint8, which the caller enters in the ledger."""
         self.allocations += 1
-        with making():
-            return empty_aligned(nbytes, pin=self.pin)
+        return self.links.host_buffer(nbytes, self.pin)
 
     @abstractmethod
     def put(self, part: Tensor, numel: int) -> Kept:
@@ -153,13 +150,14 @@ class Backing(ABC):
 
 
 class MemoryBacking(Backing):
-    """Backing for slices in an arena in the memory of the device or of the host."""
+    """Backing for slices in an arena in the memory of the device or of the host.
 
-    def __init__(
-        self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger, arena_nbytes: int, pin: bool = True
-    ) -> None:
-        super().__init__(tier, device, streams, ledger, pin)
-        self.away = tier is Tier.HOST and streams.separate_host
+    A slice that does not fit gets an allocation of its own, and `settle` replaces the arena by a larger one when it is empty.
+    """
+
+    def __init__(self, tier: Tier, links: Links, arena_nbytes: int, pin: bool = True) -> None:
+        super().__init__(tier, links, pin)
+        self.away = tier is Tier.HOST and links.separate
         self._space = Space(0, _SLOT_ALIGN)
         self._arena: Tensor | None = None
         self._beyond_nbytes = self._beyond_peak = 0  # bytes of slices outside the arena: now; most since the arena was made
@@ -182,36 +180,29 @@ class MemoryBacking(Backing):
             self._needed_nbytes = max(self._needed_nbytes, self._space.used_nbytes + self._beyond_nbytes)
         else:
             assert self._arena is not None
-            kept.offset, memory = offset, self._arena[offset : offset + kept.nbytes]
+            kept.space, kept.offset, memory = self._space, offset, self._arena[offset : offset + kept.nbytes]
         kept.memory = memory.view(part.dtype)
-        target = kept.memory[: part.numel()]
-        if self.away:
-            kept.writing = self._down = Copy(self.streams, self.streams.copy(target, part, up=False))
-            self.ledger.move(Tier.DEVICE, Tier.HOST, part.nbytes)
-        else:
-            target.copy_(part)
+        kept.writing = self._down = self.links.copy(kept.memory[: part.numel()], part, Tier.DEVICE, self.tier)
         self.ledger.enter(CHECKPOINTS, kept.nbytes, self.tier)
         return kept
 
     def fetch(self, kept: Kept, wait: bool) -> None:
         if not self.away or kept.ahead is not None:
             return
-        assert kept.memory is not None and kept.writing is not None
+        assert kept.memory is not None
         kept.writing.join()  # copies to and from the host run on different streams
         target = torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
-        self._up = Copy(self.streams, self.streams.copy(target, kept.memory, up=True))
+        self._up = self.links.copy(target, kept.memory, Tier.HOST, Tier.DEVICE)
         kept.ahead = (target, self._up)
-        self.ledger.move(Tier.HOST, Tier.DEVICE, kept.nbytes)
 
     def get(self, kept: Kept) -> Tensor:
-        assert kept.memory is not None
         if not self.away:
+            assert kept.memory is not None
             return kept.memory
         self.fetch(kept, wait=True)
         assert kept.ahead is not None
-        target, copy = kept.ahead
-        copy.join()
-        return target
+        kept.ahead[1].join()
+        return kept.ahead[0]
 
     def done(self, kept: Kept) -> None:
         if kept.ahead is not None:
@@ -221,13 +212,13 @@ class MemoryBacking(Backing):
 
     def drop(self, kept: Kept) -> None:
         super().drop(kept)
-        if kept.offset < 0:
+        if kept.space is not None:
+            kept.space.give(kept.offset, kept.nbytes)
+        else:
             self._beyond_nbytes -= self._space.rounded(kept.nbytes)
             if self.away and kept.memory is not None:
                 # the host frees memory at once, whatever streams have queued: keep it until the copies are finished
                 self._dying.append((kept.memory, self._down, self._up))
-        else:
-            self._space.give(kept.offset, kept.nbytes)
         kept.memory = None
 
     def settle(self) -> str | None:
@@ -254,7 +245,6 @@ class MemoryBacking(Backing):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def give_back(self) -> None:
-        """Free the arena if no slice is kept."""
         if not (self._space.used_nbytes or self._beyond_nbytes):
             self.close()
 
@@ -264,3 +254,185 @@ class MemoryBacking(Backing):
         self._down = self._up = OVER
         self._dying.clear()
         self._arena, self._space, self.arena_nbytes = None, Space(0, _SLOT_ALIGN), 0
+
+
+class _DiskBacking(Backing):
+    """Base of backings on a disk, real or imagined: slices pass through a few host buffers of one size.
+
+        forward    device -> host buffer -> file        writes overlap with the next blocks' computation
+        backward   file -> host buffer -> device        reads run ahead, in the reverse of the order of packing
+
+    A forward that is faster than the disk waits for a buffer. Source: ZeRO-Infinity, arXiv 2104.07857, 5.1.2 and 5.2.3.
+    """
+
+    def __init__(self, links: Links, pin: bool, prefetch: int) -> None:
+        super().__init__(Tier.DISK, links, pin)
+        self.path = (Tier.DEVICE, Tier.HOST, Tier.DISK) if links.separate else (Tier.HOST, Tier.DISK)
+        self.buffers = BufferPool(self.ledger, prefetch + 1 + _WRITING, 0, self.host_memory, Tier.HOST, _BUFFERS)
+
+    def done(self, kept: Kept) -> None:
+        if kept.ahead is not None:
+            buffer, read = kept.ahead
+            self.buffers.give(buffer, None if read.done() else read)  # if it is done, `get` has raised its error, if any
+            kept.ahead = None
+
+    def close(self) -> None:
+        self.buffers.close()
+
+
+class DiskBacking(_DiskBacking):
+    """Backing for slices in files, in a swap folder of this rank that is removed at the end.
+
+    A file is an arena. A step that needs more adds a file; files never grow. Since files are sparse, a slice may still find the
+    disk full: free space is checked whenever the files hold more than ever before, and at the first slice also for the slices
+    that are expected to follow.
+    """
+
+    imagines = False
+
+    def __init__(self, offload: Offload, links: Links, arena_nbytes: int, prefetch: int, rank: int) -> None:
+        super().__init__(links, offload.pin_memory, prefetch)
+        self.ranks = ranks_here(1)  # ranks of this host, which may share the disk
+        assert offload.path is not None
+        self.folder = SwapFolder(
+            offload.path, rank=rank, needed_nbytes=arena_nbytes, host_needed_nbytes=arena_nbytes * self.ranks,
+            any_filesystem=offload.any_filesystem,
+        )  # fmt: skip
+        self._checked_nbytes = arena_nbytes
+        self.engine = Engine(checksum=offload.checksum)
+        self._files: list[tuple[File, Space]] = []
+        self._newest = Then(OVER, Work)  # the newest slice's copy to its host buffer, and then its write
+        self._dying: list[tuple[Kept, Work]] = []  # dropped slices that may still be being written, or read by this request
+        if arena_nbytes:
+            self._add_file(arena_nbytes)
+
+    def put(self, part: Tensor, numel: int) -> Kept:
+        self._bury()
+        kept = Kept(numel, part.dtype)
+        self._check_space(kept.nbytes)
+        buffer = self.buffers.take_fitting(kept.nbytes)
+        for found in self._files:
+            offset = found[1].take(kept.nbytes)
+            if offset is not None:
+                break
+        else:  # doubling keeps files few; being sparse, they cost no space
+            found = self._add_file(max(kept.nbytes, self.arena_nbytes))
+            offset = found[1].take(kept.nbytes)
+            assert offset is not None
+        (kept.file, kept.space), kept.offset = found, offset
+        self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
+        copy = self.links.copy(_as(buffer, kept)[: part.numel()], part, Tier.DEVICE, Tier.HOST)
+        before, self._newest = self._newest, Then(copy, lambda: self._request(kept, buffer, writes=True))
+        kept.writing = self._newest
+        # on a separate device the copy of the slice before has had a block's time to finish: wait for it, and start its write
+        (before if self.links.separate else self._newest).start()
+        self.buffers.give(buffer, kept.writing)
+        return kept
+
+    def _request(self, kept: Kept, buffer: Tensor, *, writes: bool) -> Work:
+        """Start to write a slice from a host buffer to its file, or to read it."""
+        assert kept.file is not None
+        request = (self.engine.write if writes else self.engine.read)(kept.file, kept.offset, _as(buffer, kept))
+        self.ledger.move(*((Tier.HOST, Tier.DISK) if writes else (Tier.DISK, Tier.HOST)), kept.nbytes)
+        return request
+
+    def _check_space(self, nbytes: int) -> None:
+        """Raise SwapError if the disk has no space for one more slice (at the first: also for those expected to follow)."""
+        needed = sum(space.used_nbytes for _, space in self._files) + -(-nbytes // ALIGN) * ALIGN
+        if needed <= self._checked_nbytes:
+            return
+        foreseen = needed if self._files else needed * (1 + self.foreseen)
+        # files that exist need no more free space: this rank's, and those of all ranks below the same path
+        mine = sum(map(_taken_nbytes, self.folder.path.glob(f"{_NAME}-*")))
+        everyone = sum(map(_taken_nbytes, self.folder.path.parent.glob(f"zeroshard-swap-*/{_NAME}-*")))
+        try:
+            self.folder.check_space(foreseen - mine, max(foreseen * self.ranks - everyone, foreseen - mine))
+        except SwapError as error:
+            raise SwapError(
+                f"{error}. The need was estimated as {1 + self.foreseen} activation checkpoints in a forward, each as large as the first: "
+                "if the others are smaller, give the bytes of all of them as arena_nbytes="
+            ) from None
+        self._checked_nbytes = needed  # not `foreseen`, which is a guess
+
+    def _add_file(self, nbytes: int) -> tuple[File, Space]:
+        space = Space(nbytes, ALIGN)
+        self._files.append((self.folder.file(f"{_NAME}-{len(self._files)}", space.nbytes), space))
+        self.arena_nbytes += space.nbytes
+        self.allocations += 1
+        return self._files[-1]
+
+    def fetch(self, kept: Kept, wait: bool) -> None:
+        if kept.ahead is not None or not (wait or kept.writing.done()):
+            return
+        kept.writing.wait()
+        buffer = self.buffers.take_fitting(kept.nbytes)
+        kept.ahead = (buffer, self._request(kept, buffer, writes=False))
+
+    def get(self, kept: Kept) -> Tensor:
+        self.fetch(kept, wait=True)
+        assert kept.ahead is not None
+        buffer, read = kept.ahead
+        read.wait()
+        if not self.links.separate:
+            return _as(buffer, kept)
+        target = torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
+        copy = self.links.copy(target, _as(buffer, kept), Tier.HOST, Tier.DEVICE)
+        copy.join()
+        kept.ahead = (buffer, copy)
+        return target
+
+    def drop(self, kept: Kept) -> None:
+        self._dying.append((kept, OVER if kept.ahead is None else kept.ahead[1]))
+        super().drop(kept)
+
+    def _bury(self) -> None:
+        """Free the slots of dropped slices whose requests are done; an old one could else run after the slot's next write."""
+        dying, self._dying = self._dying, []
+        for kept, reading in dying:
+            if kept.writing.done() and reading.done():
+                assert kept.space is not None
+                kept.space.give(kept.offset, kept.nbytes)
+            else:
+                self._dying.append((kept, reading))
+
+    def close(self) -> None:
+        super().close()
+        self.engine.close()
+        self.folder.close()
+        self._files, self.arena_nbytes = [], 0
+
+
+class ImaginedDiskBacking(_DiskBacking):
+    """DiskBacking of a dry run: it takes host buffers and counts transfers, but writes nothing."""
+
+    def put(self, part: Tensor, numel: int) -> Kept:
+        kept = Kept(numel, part.dtype)
+        buffer = self.buffers.take_fitting(kept.nbytes)
+        self.links.imagine(*self.path, nbytes=kept.nbytes)
+        self.buffers.give(buffer)
+        self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
+        return kept
+
+    def fetch(self, kept: Kept, wait: bool) -> None:
+        if kept.ahead is None:
+            kept.ahead = self.buffers.take_fitting(kept.nbytes), self.links.imagine(*self.path[::-1], nbytes=kept.nbytes)
+
+    def get(self, kept: Kept) -> Tensor:
+        self.fetch(kept, wait=True)
+        assert kept.ahead is not None
+        buffer, move = kept.ahead
+        move.join()
+        return torch.empty(kept.numel, dtype=kept.dtype, device=self.device) if self.links.separate else _as(buffer, kept)
+
+
+def _taken_nbytes(path: Path) -> int:
+    """Return the bytes that a file takes on the disk; 0 if it is gone (another rank may remove its files meanwhile)."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _as(buffer: Tensor, kept: Kept) -> Tensor:
+    """Return the part of a host buffer (bytes) that a slice fills, viewed in its dtype."""
+    return buffer[: kept.nbytes].view(kept.dtype)

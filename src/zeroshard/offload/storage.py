@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from ..comm.base import DirectComm
 from ..comm.fake import Watcher
 from ..comm.pool import BufferPool, StagingPool
-from ..comm.streams import Copy
+from ..comm.streams import Copy, Streams
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
 from ..memory.estimate import PAGE_NBYTES
@@ -39,10 +40,54 @@ from ..tensor.state_column import StateColumn
 from ..tensor.stretch import SplitStretch
 from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
-from ..utils.work import OVER, Work
+from ..utils.work import OVER, Then, Work
 
 _PIECES, _PIECE_NBYTES = 4, 2 << 20  # buffers for values that are converted for a disk: one for each thread of the engine
 _SEGMENT_NBYTES = 1 << 30  # least length of a file in a swap folder; files are sparse, so unused parts cost nothing
+
+
+class Links:
+    """The links between the tiers of one rank: copies, which its ledger counts, and memory for them.
+
+    separate: the device has a memory of its own.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams, ledger: Ledger) -> None:
+        self.device, self.streams, self.ledger, self.separate = device, streams, ledger, streams.separate_host
+
+    def host_buffer(self, nbytes: int, pin: bool = True) -> Tensor:
+        """Return page-aligned host memory (nbytes,) uint8, pinned where there is a GPU."""
+        with making():
+            return empty_aligned(nbytes, pin=pin and self.device.type == "cuda")
+
+    def device_buffer(self, nbytes: int) -> Tensor:
+        """Return device memory (nbytes,) uint8; page-aligned where the device is the host."""
+        if self.separate:
+            with making():
+                return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self.host_buffer(nbytes)
+
+    def copy(self, target: Tensor, source: Tensor, begins: Tier, ends: Tier) -> Work:
+        """Start a copy between host and device; on a separate device it overlaps with computation."""
+        if not self.separate or begins is ends:
+            target.copy_(source)  # at once, in the host's memory
+            return OVER
+        self.ledger.move(begins, ends, target.nbytes)
+        return Copy(self.streams, self.streams.copy(target, source, up=ends is Tier.DEVICE))
+
+    def count_hop(self, nbytes: int, up: bool) -> None:
+        """Count the copy between host and device that is part of a move between disk and device."""
+        if self.separate:
+            self.ledger.move(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), nbytes)
+
+    def imagine(self, *path: Tier, nbytes: int) -> Work:
+        """Count a move along two or more tiers in which no byte moves; a dry run's watcher is told of each hop."""
+        imagined: Work = OVER
+        for source, target in itertools.pairwise(path):
+            self.ledger.move(source, target, nbytes)
+            if isinstance(self.streams, Watcher):
+                imagined = Copy(self.streams, self.streams.moved(source, target, nbytes))
+        return imagined
 
 
 class _Watched(Work):
@@ -59,29 +104,6 @@ class _Watched(Work):
             self.handle.wait()
         except OffloadIOError as error:
             self.tiers.fail(error)
-
-
-class _Then(Work):
-    """A running operation and one that follows it, which starts when `done` or `wait` is called."""
-
-    def __init__(self, first: Work, follow: Callable[[], Work]) -> None:
-        self.first, self.follow = first, follow
-        self.second: Work | None = None
-
-    def _started(self) -> Work:
-        if self.second is None:
-            self.first.wait()
-            self.second = self.follow()
-        return self.second
-
-    def done(self) -> bool:
-        return (self.second is not None or self.first.done()) and self._started().done()
-
-    def wait(self) -> None:
-        self._started().wait()
-
-    def join(self) -> None:
-        self._started().join()
 
 
 class Rest(ABC):
@@ -152,7 +174,7 @@ class MemoryRest(Rest):
         if self.resident:
             return part
         self.tiers.ledger.move(self.tier, Tier.DEVICE, part.nbytes)
-        return part.to(self.tiers.comm.device, copy=True)
+        return part.to(self.tiers.device, copy=True)
 
     def store(self, start: int, source: Tensor) -> None:
         place = self.tensor[start : start + source.numel()]
@@ -203,7 +225,7 @@ class FileRest(Rest):
         if out.numel():
             self.read(start, out).wait()
         self.tiers.count_hop(out.nbytes, up=True)
-        return out.to(self.tiers.comm.device)
+        return out.to(self.tiers.device)
 
     def store(self, start: int, source: Tensor) -> None:
         if not source.numel():
@@ -253,18 +275,13 @@ class ImaginedRest(Rest):
         self.numel, self.dtype, self.tiers = numel, dtype, tiers
 
     def read(self, start: int, out: Tensor) -> Work:
-        return self._move(Tier.DISK, Tier.HOST, out.nbytes)
+        return self.tiers.imagine(Tier.DISK, Tier.HOST, nbytes=out.nbytes)
 
     def write(self, start: int, source: Tensor) -> Work:
-        return self._move(Tier.HOST, Tier.DISK, source.nbytes)
-
-    def _move(self, source: Tier, target: Tier, nbytes: int) -> Work:
-        streams = self.tiers.streams
-        self.tiers.ledger.move(source, target, nbytes)
-        return Copy(streams, streams.moved(source, target, nbytes)) if isinstance(streams, Watcher) else OVER
+        return self.tiers.imagine(Tier.HOST, Tier.DISK, nbytes=source.nbytes)
 
     def load(self, start: int, stop: int) -> Tensor:
-        out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.comm.device)
+        out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.device)
         self.read(start, out)
         self.tiers.count_hop(out.nbytes, up=True)
         return out
@@ -274,7 +291,7 @@ class ImaginedRest(Rest):
         self.tiers.count_hop(nbytes, up=False)
         direct = source.dtype == self.dtype and not self.tiers.separate
         with contextlib.nullcontext() if direct else _converting(source.numel(), self.dtype, self.tiers):
-            self._move(Tier.HOST, Tier.DISK, nbytes)
+            self.tiers.imagine(Tier.HOST, Tier.DISK, nbytes=nbytes)
 
 
 class CodedRest(Rest):
@@ -305,7 +322,7 @@ class CodedRest(Rest):
             self.decode(read, start, out)
             return OVER
 
-        return _Then(self.inner.read(at, read), decode)
+        return Then(self.inner.read(at, read), decode)
 
     def decode(self, coded: Tensor, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n), cut out of the blocks around them."""
@@ -389,20 +406,20 @@ class _Folder:
         return self._file, offset
 
 
-class Tiers:
+class Tiers(Links):
     """Makes the resting places of one model's states, and owns the buffers and engines that move them.
 
     Threads: the rank's own, and that of a delayed step, which reads and writes masters, states and the gradients handed to it.
     The rank's own thread does not touch these meanwhile; a FileRest checks that (`ThreadsMet`). Only the thread that uses the
     Comm sends word of failures to peers.
 
-    separate: the device has a memory of its own. failure: error of the first request that failed; from then on every use of the
+    failure: error of the first request that failed; from then on every use of the
     states raises it, as some of them may be of one step and some of the next.
     """
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
-        self.comm, self.ledger, self.streams = comm, ledger, comm.streams
-        self.separate = self.streams.separate_host
+        super().__init__(comm.device, comm.streams, ledger)
+        self.comm = comm
         self.pools: list[StagingPool] = []  # device: gradients to be reduced; offloaded shards that are about to be gathered
         self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
         self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
@@ -471,23 +488,11 @@ class Tiers:
             memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()
             return MemoryRest(memory.view(dtype), tier, self)
         with making():
-            return MemoryRest(zeros(numel, dtype=dtype, device=self.comm.device), tier, self)
+            return MemoryRest(zeros(numel, dtype=dtype, device=self.device), tier, self)
 
     def over(self, tensor: Tensor) -> Rest:
         """Return a resting place over a tensor on the device, whose bytes its owner enters in the ledger."""
         return MemoryRest(tensor, Tier.DEVICE, self)
-
-    def host_buffer(self, nbytes: int, pin: bool = True) -> Tensor:
-        """Return page-aligned host memory (nbytes,) uint8, pinned where there is a GPU."""
-        with making():
-            return empty_aligned(nbytes, pin=pin and self.comm.device.type == "cuda")
-
-    def device_buffer(self, nbytes: int) -> Tensor:
-        """Return device memory (nbytes,) uint8; page-aligned where the device is the host."""
-        if self.separate:
-            with making():
-                return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
-        return self.host_buffer(nbytes)
 
     def fetch(self, rest: Rest, out: Tensor, wait: bool) -> Work | None:
         """Start to copy a whole rest to the device, to `out` (numel,). Without `wait`: None where no buffer is free."""
@@ -508,7 +513,7 @@ class Tiers:
             slots.give(taken, copied)
             return copied
 
-        hops = _Then(rest.read(0, source), second_hop)
+        hops = Then(rest.read(0, source), second_hop)
         if self.comm.imagined:  # imagined reads are not polled: enqueue the second hop at once
             self.streams.run_beside(hops.done)
         return hops
@@ -517,19 +522,6 @@ class Tiers:
         """Enter bytes in the ledger until `close`."""
         self.ledger.enter(category, nbytes, tier)
         self._entered.append((category, nbytes, tier))
-
-    def count_hop(self, nbytes: int, up: bool) -> None:
-        """Count the copy between host and device that is part of a move between disk and device."""
-        if self.separate:
-            self.ledger.move(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), nbytes)
-
-    def copy(self, target: Tensor, source: Tensor, begins: Tier, ends: Tier) -> Work:
-        """Start a copy between host and device; on a separate device it overlaps with computation."""
-        if not self.separate or begins is ends:
-            target.copy_(source)  # at once, in the host's memory
-            return OVER
-        self.ledger.move(begins, ends, target.nbytes)
-        return Copy(self.streams, self.streams.copy(target, source, up=ends is Tier.DEVICE))
 
     def close(self) -> None:
         """Drop all resting places and remove this run's files."""

@@ -9,12 +9,12 @@ allocated again at the next use.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from ..activations.checkpoint import give_back_memory
 from ..comm.codec import exchange_values
 from ..config import Offload, Tier
 from ..errors import ConfigError, did_you_mean
@@ -32,6 +32,14 @@ _NAMES = {name: name for name in (*PARTS, BUFFERS)} | {  # and DeepSpeed's names
     "optim_states": "optimizer", "hp_params": "masters", "lp_params": "parameters", "lp_grads": "gradients",
     "contiguous_grad_buffer": BUFFERS,
 }  # fmt: skip
+
+
+class Spare(ABC):
+    """An object that a model holds in its `__dict__`, with memory that it can do without between steps."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Free that memory; it is allocated again when it is needed."""
 
 
 def offload_states(
@@ -202,4 +210,6 @@ def _give_back_buffers(runtime: Runtime) -> None:
         runtime.gate.stepper.give_back()
     if runtime.gate.saver is not None and (runtime.gate.saver.last is None or runtime.gate.saver.last.done()):
         runtime.gate.saver.pool.give_back()
-    give_back_memory(runtime.model)
+    for held in vars(runtime.model).values():  # such as activation checkpoints, attached before or after zs.shard
+        if isinstance(held, Spare):
+            held.give_back()

@@ -21,7 +21,8 @@ class Axis:
     cuts_parameters: each holds a box of the tensors that are DTensors over the axis ("boxes"), or other parameters ("whole"); if
     "no", all hold the same ones. shards_states: ZeRO shards over the axis; if neither, its ranks are replicas. cuts_batch: each
     reads another part of the batch. gradient: that of a parameter is the "mean" or the "sum" over the axis. ZeRO reduces along
-    axes that cut the batch or no parameters; along the others, DTensors and the pipeline do.
+    axes that cut the batch or no parameters; along the others, DTensors and the pipeline do. attaches: modules of activations/
+    that change a model's forwards where it is sharded over the axis (zero/along_axis.py).
 
     Where an axis cuts parameters and the batch, both holds: of the parameters that it does not cut, ZeRO shards the states over it,
     and reduces the gradients. Of those that it cuts (experts), a rank's gradient has come from the tokens of all ranks along the
@@ -33,6 +34,7 @@ class Axis:
     shards_states: bool
     cuts_batch: bool
     gradient: Literal["mean", "sum"]
+    attaches: tuple[str, ...] = ()
 
     @property
     def is_data(self) -> bool:
@@ -43,14 +45,14 @@ class Axis:
 AXES = {
     axis.name: axis
     for axis in (
-        #    name            cuts_parameters  shards_states  cuts_batch  gradient
+        #    name            cuts_parameters  shards_states  cuts_batch  gradient  attaches
         Axis(DP,             "no",            True,          True,       "mean"),
         Axis("dp_replicate", "no",            False,         True,       "mean"),
         Axis("dp_shard",     "no",            True,          True,       "mean"),
         Axis(TP,             "boxes",         False,         False,      "sum"),
-        Axis(EP,             "boxes",         True,          True,       "mean"),
+        Axis(EP,             "boxes",         True,          True,       "mean",   ("router_loss",)),
         Axis(PP,             "whole",         False,         False,      "sum"),
-        Axis(SP,             "no",            True,          True,       "mean"),  # the batch along its tokens
+        Axis(SP,             "no",            True,          True,       "mean",   ("sequence_parallel", "router_loss")),  # cuts tokens
     )
 }  # fmt: skip
 MODEL_AXES = tuple(axis.name for axis in AXES.values() if axis.cuts_parameters != "no")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import ThreadsMet
@@ -40,7 +41,8 @@ class Turn:
 
 
 class _HasTurn(Protocol):
-    turn: Turn
+    @property
+    def turn(self) -> AbstractContextManager[object, bool | None]: ...
 
 
 _Owner = TypeVar("_Owner", bound=_HasTurn)
@@ -49,7 +51,7 @@ _Owner = TypeVar("_Owner", bound=_HasTurn)
 def one_thread(
     method: Callable[Concatenate[_Owner, _Arguments], _Result],
 ) -> Callable[Concatenate[_Owner, _Arguments], _Result]:
-    """Decorator: run the method inside the object's `turn` (a `Turn`), so that one thread at a time is in all such methods."""
+    """Decorator: run the method inside the object's `turn`, a `Turn` or an RLock: one thread at a time is in all such methods."""
 
     @functools.wraps(method)
     def alone(self: _Owner, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 
 class Work:
@@ -21,6 +22,31 @@ class Work:
 
 
 OVER = Work()
+
+
+class Then(Work):
+    """A running operation and one that follows it, which starts when `start`, `done` or `wait` is called."""
+
+    def __init__(self, first: Work, follow: Callable[[], Work]) -> None:
+        self.first, self.follow = first, follow
+        self.second: Work | None = None
+
+    def start(self) -> Work:
+        """Wait for the first operation, and start the second one; return it."""
+        if self.second is None:
+            self.first.wait()
+            self.second = self.follow()
+            self.follow = Work  # so that what it refers to, such as a buffer, is not held any longer
+        return self.second
+
+    def done(self) -> bool:
+        return (self.second is not None or self.first.done()) and self.start().done()
+
+    def wait(self) -> None:
+        self.start().wait()
+
+    def join(self) -> None:
+        self.start().join()
 
 
 def pause(begin: float) -> None:

@@ -7,12 +7,15 @@ of four ranks. Each rank is in one line of each axis.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
 
 from torch import Tensor, nn
 
-from ..comm.mesh.axes import Parts
+from ..comm.mesh.axes import Axes, Parts
 from ..errors import ConfigError
 from ..memory.ledger import STAGING
+from ..utils.axes import AXES
 from .runtime import Runtime
 
 
@@ -101,3 +104,14 @@ def connect(runtime: Runtime, lines: Mapping[str, Parts]) -> None:
             if module.axis not in opened:
                 opened[module.axis] = Line(runtime, module.axis, lines[module.axis])
             module._line, module.module_name = opened[module.axis], name
+
+
+def attachments(axes: Axes) -> list[Any]:
+    """Return the modules of this package that the rows of a mesh's axes attach to a model, in the order in which to attach them.
+
+    Each has `attach(engine, axes)`, and may have `check(model)`, which raises ConfigError before anything is changed.
+    """
+    cuts = frozenset() if axes.divided is None else axes.divided.axes  # those of data parallelism, of any size
+    rows = [row for row in reversed(AXES.values()) if axes.size(row.name) > 1 or row.name in cuts]
+    names = dict.fromkeys(name for row in rows for name in row.attaches)
+    return [import_module(f"..activations.{name}", __package__) for name in names]  # above this module: they use the seam
