@@ -145,7 +145,7 @@ def test_memory_of_the_stages_is_that_of_the_formulas():
             assert held[state] == pytest.approx(nbytes * psi / (ranks if state in sharded else 1), rel=1e-3)
 
 
-@pytest.mark.skipif(not os.environ.get("ZEROSHARD_SLOW"), reason="fifteen seconds: ZEROSHARD_SLOW=1")
+@pytest.mark.slow  # fifteen seconds
 def test_memory_is_what_a_plan_finds_now():
     found = json.loads((DOCS / "learn" / "memory.json").read_text())
     now = plan(source_of(make_pictures.MODEL).make, ranks=8, batch=(1, make_pictures.SEQUENCE), precision="bf16", stage=3)

@@ -47,6 +47,12 @@ def _first(names: Iterable[str], count: int) -> list[str]:
     return sorted(names, key=lambda name: zlib.crc32(name.encode()))[:count]
 
 
+def asked(request: Any, argument: str) -> list[Any]:
+    """Return the values that an argument of a file's tests has in the cases that run, for a world of processes that serves all of them."""
+    cases = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    return list(dict.fromkeys(case.params[argument] for case in cases if case and argument in case.params))
+
+
 def sampled(items: Sequence[Any], slow: bool = False) -> tuple[list[Any], list[Any]]:
     """Return the items to run, in their order, and the others. slow: those marked `slow` may be among the first."""
     left_out = ("night",) if slow else ("night", "slow")
