@@ -33,7 +33,7 @@ SEAM = {  # folder -> files in which a satellite trains, saves or measures by th
     "parallel": {"parallelize", "styles", "tensor_parallel"},
     "planner": {"against_ranks", "predictions", "plan_sequence"},
     "integrations": {"door", "engine", "engine_checkpoints", "lightning"},
-    "cli": {"cli", "cli_resume", "launch"},
+    "cli": {"cli", "launch"},
     "benchmarks": {"bench"},
     "end_to_end": {"models", "processes", "training_loops"},
 }
