@@ -16,16 +16,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-ENGINE = {
-    "zero",
-    "tensor",
-    "comm",
-    "memory",
-    "offload",
-    "optim",
-    "utils",
-    "",
-}  # folders: rings 0 and 1, and the files of tests itself
+# folders of rings 0 and 1; "" has the files of tests itself
+ENGINE = {"zero", "tensor", "comm", "memory", "offload", "optim", "utils", ""}
 SEAM = {  # folder -> files in which a satellite trains, saves or measures by the engine, and compares with one process or with ranks
     "checkpoint": {"checkpoint", "checkpoint_format", "checkpoint_loading", "checkpoint_refusals", "checkpoint_use", "save"},
     "data": {"uneven_data"},
@@ -63,8 +55,8 @@ def sampled(items: Sequence[Any], slow: bool = False) -> tuple[list[Any], list[A
             files[test.partition("::")[0]][test].append(item.nodeid)
     chosen: set[str] = set()
     for name, tests in files.items():
-        _, *folders, stem = name.removesuffix(".py").replace("test_", "").split("/")
-        folder = folders[0] if folders else ""
+        parts = name.split("/")  # tests/comm/mesh/test_nodes.py: the folder "comm", the stem "nodes"
+        folder, stem = parts[1] if len(parts) > 2 else "", parts[-1].removeprefix("test_").removesuffix(".py")
         if stem in WHOLE:
             chosen.update(*tests.values())
         elif folder in ENGINE or stem in SEAM.get(folder, ()):
