@@ -22,7 +22,7 @@ SEAM = {  # folder -> files in which a satellite trains, saves or measures by th
     "checkpoint": {"checkpoint", "checkpoint_format", "checkpoint_loading", "checkpoint_refusals", "checkpoint_use", "save"},
     "data": {"uneven_data"},
     "activations": {"activations", "activation_inputs", "tiling"},
-    "parallel": {"parallelize", "styles", "tensor_parallel"},
+    "parallel": {"axes_together", "parallelize", "styles", "tensor_parallel"},
     "planner": {"against_ranks", "predictions", "plan_sequence"},
     "integrations": {"door", "engine", "engine_checkpoints", "lightning"},
     "cli": {"cli", "launch"},
