@@ -16,8 +16,7 @@ import os
 import signal
 import sys
 import threading
-import zlib
-from collections import defaultdict
+import time
 from pathlib import Path
 
 import psutil
@@ -29,6 +28,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is import
 import rank_server
 import torch
 from offloading import emptied, strict_devices
+from sample import sampled
 
 from zeroshard.comm import backend_select
 from zeroshard.comm.launch import run_processes, share_imports
@@ -56,9 +56,6 @@ LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy
     "init_context", "training_loops", "host_memory", "async_file", "tiers_options", "life_cycle",
 )  # fmt: skip
 
-CASES = 4  # of a test that a sample of the suite runs at least
-WHOLE = {"test_equivalence", "test_equivalence_wide"}  # each pair of values occurs
-
 STDERR = pytest.StashKey()
 
 for run_ranks in (run_threads, run_processes):
@@ -72,6 +69,7 @@ def pytest_configure(config):
     # torch imports _dynamo, half of itself, with the first optimizer: once in the server, not in each rank
     share_imports(["torch", "torch.distributed", "torch._dynamo", "zeroshard", "helpers"])
     config.addinivalue_line("markers", "slow: what the suite has no time for; ZEROSHARD_SLOW=1 runs it")
+    config.addinivalue_line("markers", "night: takes long, and ./test has another test of the same: ./test --all runs it")
     config.addinivalue_line("markers", "limit(seconds): the longest this test may take")
     torch.set_num_threads(1)  # ranks share the cores
     capture = config.pluginmanager.getplugin("capturemanager")
@@ -86,23 +84,8 @@ def pytest_configure(config):
     settings.load_profile("zeroshard")
 
 
-def sampled(items: list) -> tuple[list, list]:
-    """Return the items to run, in their order, and the others: of a test with many cases a quarter, but at least CASES of them.
-
-    Cases are chosen by a checksum of their names, so that the choice stays the same. WHOLE are files whose cases are a choice already.
-    """
-    cases = defaultdict(list)
-    for item in items:
-        cases[item.path, getattr(item, "originalname", item.name)].append(item)
-    chosen = set()
-    for (path, _), group in cases.items():
-        group.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        chosen.update(group if path.stem in WHOLE else group[: max(CASES, -(-len(group) // 4))])
-    return [item for item in items if item in chosen], [item for item in items if item not in chosen]
-
-
 def pytest_collection_modifyitems(config, items):
-    """Long files first, so that no core is idle at the end while another has one left; of the whole suite a sample.
+    """Long files first, so that no core is idle at the end while another has one left; of the whole suite a sample (sample.py).
 
     A run of named files or tests, and `./test --all`, have all cases.
 
@@ -110,10 +93,11 @@ def pytest_collection_modifyitems(config, items):
     """
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    slow = os.environ.get("ZEROSHARD_SLOW") == "1"
     if os.environ.get("ZEROSHARD_SAMPLE") == "1":
-        items[:], left = sampled(items)
+        items[:], left = sampled(items, slow)
         config.hook.pytest_deselected(items=left)
-    for item in items if os.environ.get("ZEROSHARD_SLOW") != "1" else ():
+    for item in () if slow else items:
         if item.get_closest_marker("slow"):
             # each mark says beside it what is tested in its place
             item.add_marker(pytest.mark.skip(reason="takes long: ZEROSHARD_SLOW=1 runs it"))
@@ -145,14 +129,15 @@ def _limit_of(item) -> float:
     return PROCESSES_LIMIT_S if item.get_closest_marker("processes") else LIMIT_S
 
 
-def processor_s(waiting: bool = False) -> float:
-    """Processor time of this process and of all that it started, living and ended.
+def processor_s() -> tuple[float, float]:
+    """Processor time of this process and of all that it started, living and ended; and that with what its living threads waited for.
 
-    waiting: and the time for which their living threads could have run, while a busy machine served others.
+    The second: the time for which they could have run, while a busy machine served others, counts as well.
     """
     if not os.path.exists("/proc/self/task"):
-        return sum(sum(each.cpu_times()[:4]) for each in (psutil.Process(), *psutil.Process().children(recursive=True)))
-    ticks, waited_ns, pids = 0, 0, [os.getpid()]  # psutil looks at every process of the machine, before each test: 20 s in all
+        used = sum(sum(each.cpu_times()[:4]) for each in (psutil.Process(), *psutil.Process().children(recursive=True)))
+        return used, used
+    ticks, waited_ns, pids = 0, 0, [os.getpid()]  # psutil looks at every process of the machine: 20 s in all
     while pids:
         folder = Path("/proc", str(pids.pop()))
         with contextlib.suppress(OSError):  # it has ended in this moment
@@ -160,8 +145,19 @@ def processor_s(waiting: bool = False) -> float:
             ticks += sum(map(int, fields[11:15]))  # user, system, and both of its children that have ended
             for thread in (folder / "task").iterdir():
                 pids += map(int, (thread / "children").read_text().split())
-                waited_ns += int((thread / "schedstat").read_text().split()[1]) if waiting else 0
-    return ticks / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9
+                waited_ns += int((thread / "schedstat").read_text().split()[1])
+    used = ticks / os.sysconf("SC_CLK_TCK")
+    return used, used + waited_ns / 1e9
+
+
+LATEST: list[tuple[float, tuple[float, float]]] = []  # when processor_s was called last, and what it returned
+
+
+def recent_s() -> tuple[float, float]:
+    """Return processor_s of at most half a second ago: a test that is quicker looks at no process, and a limit is of seconds."""
+    if not LATEST or time.monotonic() - LATEST[-1][0] > 0.5:
+        LATEST[:] = [(time.monotonic(), processor_s())]
+    return LATEST[-1][1]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -185,12 +181,11 @@ def _limited(item, limit_s: float, expired: type[BaseException]):
         yield
         return
 
-    spent = [processor_s()]  # at the start, and whenever the limit has passed once more
-    asked = [processor_s(waiting=True)]
+    spent, asked = map(list, zip(recent_s(), strict=True))  # at the start, and whenever the limit has passed once more
 
     def expire(signum, frame):
-        spent.append(processor_s())
-        asked.append(processor_s(waiting=True))
+        for sums, now in zip((spent, asked), processor_s(), strict=True):
+            sums.append(now)
         if spent[-1] - spent[0] < limit_s and asked[-1] - asked[-2] >= STANDING_STILL * limit_s:
             begin()  # it works, on a machine that has others to serve
             return

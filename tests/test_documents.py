@@ -3,9 +3,8 @@
 import ast
 import functools
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 import zeroshard
 
@@ -37,13 +36,22 @@ def paragraphs(text: str) -> list[list[str]]:
     return [lines for lines in found if lines]
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_lines_and_paragraphs_are_short(path):
-    text = path.read_text()
-    wide = [line for line in text.splitlines() if len(line) > MAX_COLUMNS and not line.lstrip().startswith("|")]
-    assert not wide, f"{path.name}: wider than {MAX_COLUMNS} columns:\n" + "\n".join(wide)
-    long = [lines[0] for lines in paragraphs(text) if len(lines) > MAX_LINES]
-    assert not long, f"{path.name}: paragraphs of more than {MAX_LINES} lines:\n" + "\n".join(long)
+def faults_in(faults_of: Callable[[Path, str], Iterator[str]], but: tuple[str, ...] = ()) -> str:
+    """What is wrong in documents: a line for each fault, with the document's name."""
+    paths = [path for path in DOCS if path.name not in but]
+    return "\n".join(f"{path.relative_to(ROOT)}: {fault}" for path in paths for fault in faults_of(path, path.read_text()))
+
+
+def test_lines_and_paragraphs_are_short():
+    def faults(path: Path, text: str) -> Iterator[str]:
+        for line in text.splitlines():
+            if len(line) > MAX_COLUMNS and not line.lstrip().startswith("|"):
+                yield f"wider than {MAX_COLUMNS} columns: {line}"
+        for lines in paragraphs(text):
+            if len(lines) > MAX_LINES:
+                yield f"a paragraph of more than {MAX_LINES} lines: {lines[0]}"
+
+    assert not faults_in(faults)
 
 
 def test_an_entry_of_the_log_has_ten_lines_at_most():
@@ -73,27 +81,32 @@ def names_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_that_are_named_exist(path):
-    for file, name in PLACE.findall(path.read_text()):
-        place = SOURCE / file if (SOURCE / file).exists() else ROOT / file
-        assert place.exists(), f"{path.name} names `{file}`: there is no such file below src/zeroshard"
-        assert not name or name in names_of(place), f"{path.name} names `{file}:{name}`: {file} has no {name}"
+def test_files_and_functions_that_are_named_exist():
+    def faults(path: Path, text: str) -> Iterator[str]:
+        for file, name in PLACE.findall(text):
+            place = SOURCE / file if (SOURCE / file).exists() else ROOT / file
+            if not place.exists():
+                yield f"names `{file}`: there is no such file below src/zeroshard"
+            elif name and name not in names_of(place):
+                yield f"names `{file}:{name}`: {file} has no {name}"
+
+    assert not faults_in(faults)
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_paths_and_links_lead_somewhere(path):
-    text = path.read_text()
-    missing = [each for each in PATH.findall(text) if not (ROOT / each).exists()]
-    missing += [each for each in LINK.findall(text) if not (path.parent / each).exists()]
-    assert not missing, f"{path.name} names what does not exist: {', '.join(missing)}"
+def test_paths_and_links_lead_somewhere():
+    def faults(path: Path, text: str) -> Iterator[str]:
+        yield from (f"names {each}, which does not exist" for each in PATH.findall(text) if not (ROOT / each).exists())
+        yield from (f"links to {each}, which does not exist" for each in LINK.findall(text) if not (path.parent / each).exists())
+
+    assert not faults_in(faults)
 
 
-@pytest.mark.parametrize("path", [path for path in DOCS if path.name != "log.md"], ids=lambda path: str(path.relative_to(ROOT)))
-def test_public_names_of_pages_exist(path):
-    names = sorted(set(PUBLIC.findall(path.read_text())))
-    missing = [name for name in names if not hasattr(zeroshard, name)]
-    assert not missing, f"{path.name} names what zeroshard does not have: {', '.join(f'zs.{name}' for name in missing)}"
+def test_public_names_of_pages_exist():
+    def faults(path: Path, text: str) -> Iterator[str]:
+        names = sorted(set(PUBLIC.findall(text)))
+        yield from (f"names zs.{name}, which zeroshard does not have" for name in names if not hasattr(zeroshard, name))
+
+    assert not faults_in(faults, but=("log.md",))
 
 
 def test_the_tour_has_ten_stops():

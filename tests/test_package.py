@@ -49,6 +49,7 @@ def test_the_dockerfile_copies_what_docker_is_sent_and_installs_what_is_there():
     assert "USER zeroshard" in steps and 'ENTRYPOINT ["zeroshard"]' in steps
 
 
+@pytest.mark.night  # of each push: the job `form` of test.yml
 @pytest.mark.processes
 def test_a_wheel_of_the_dockerfiles_files_trains_where_no_clone_is(tmp_path):
     pytest.importorskip("setuptools", minversion="77")

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.night  # 20 s: seven runs of pytest; of each push: the job `form` of test.yml
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "repeat.py"
 
 SOMETIMES = """

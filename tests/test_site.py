@@ -37,6 +37,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.night  # 15 s to build the site; of each push: the job `form` of test.yml
 def test_the_site_builds_without_a_warning(site):
     assert (site / "examples" / "plain_loop.py").exists()
     options = (site / "reference" / "options" / "index.html").read_text()
@@ -51,6 +52,7 @@ def signatures(path: Path) -> list[str]:
     return [html.unescape(re.sub("<[^>]+>", "", each)).strip() for each in found]
 
 
+@pytest.mark.night  # 15 s to build the site; of each push: the job `form` of test.yml
 def test_shard_has_one_signature_with_the_type_and_default_of_each_option(site):
     [signature] = [each for each in signatures(site / "reference" / "sharding" / "index.html") if each.startswith("shard(")]
     lines = signature.splitlines()
@@ -62,6 +64,7 @@ def test_shard_has_one_signature_with_the_type_and_default_of_each_option(site):
     assert not [path for path in (site / "reference").rglob("*.html") if "Unpack" in "".join(signatures(path))]
 
 
+@pytest.mark.night  # 15 s to build the site; of each push: the job `form` of test.yml
 def test_a_search_for_gradient_accumulation_leads_to_its_verb(site):
     """The site's search weighs words of titles a thousand times those of texts."""
     entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
@@ -142,7 +145,7 @@ def test_memory_of_the_stages_is_that_of_the_formulas():
             assert held[state] == pytest.approx(nbytes * psi / (ranks if state in sharded else 1), rel=1e-3)
 
 
-@pytest.mark.skipif(not os.environ.get("ZEROSHARD_SLOW"), reason="fifteen seconds: ZEROSHARD_SLOW=1")
+@pytest.mark.slow  # fifteen seconds
 def test_memory_is_what_a_plan_finds_now():
     found = json.loads((DOCS / "learn" / "memory.json").read_text())
     now = plan(source_of(make_pictures.MODEL).make, ranks=8, batch=(1, make_pictures.SEQUENCE), precision="bf16", stage=3)

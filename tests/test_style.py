@@ -20,6 +20,7 @@ def test_ruff_finds_nothing(command):
     run("ruff", *command.split())
 
 
+@pytest.mark.night  # of each push: the job `form` of test.yml, and pre-commit
 @pytest.mark.limit(270)  # 20 s of processor time where nothing is in its cache, .mypy_cache; else 5
 def test_mypy_finds_nothing():
     run("mypy")

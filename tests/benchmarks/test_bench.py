@@ -76,6 +76,7 @@ def test_bounds_compare_times_speeds_bytes_and_what_lies_above_another_row():
 
 
 @pytest.mark.processes
+@pytest.mark.night  # 6 s; tiny races of the other cases: below, goals and what is judged: above
 def test_the_cases_of_host_work_run_and_are_judged(tmp_path):
     passes, steps = apart(cases.host, 2, log_file=tmp_path / "log")
     assert {row.name for row in passes.rows} == {"plain", "fsdp2", "zeroshard"} and not passes.skipped and not steps.skipped

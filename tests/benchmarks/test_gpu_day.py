@@ -33,6 +33,7 @@ def script(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([ROOT / "scripts/gpu_day.sh", *arguments], capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.night  # 30 to 50 s; how a part is run, refused and told: below
 @pytest.mark.processes
 def test_all_parts_run_dry_on_the_cpu(tmp_path):
     done = script("--dry-run", str(tmp_path))

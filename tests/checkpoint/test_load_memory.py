@@ -8,8 +8,6 @@ place, and less than that once more, which it gives back, where it verifies on t
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,6 +92,6 @@ def test_c13_four_ranks_load_one_model_in_the_memory_of_one(tmp_path):
 
 
 # the statement above with eight times the bytes, and of checkpoints of ours: a longer proof, named in docs/testing.md
-@pytest.mark.skipif(os.environ.get("ZEROSHARD_SLOW") != "1", reason="1 GiB: set ZEROSHARD_SLOW=1")
+@pytest.mark.slow  # 1 GiB
 def test_c13_with_one_gibibyte(tmp_path):
     check_load(tmp_path, 2048, 16, 1 << 30, again=True)

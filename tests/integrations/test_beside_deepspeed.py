@@ -46,7 +46,7 @@ def test_a_sample_of_programs_gives_deepspeeds_numbers(tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not SLOW, reason="ZEROSHARD_SLOW=1 runs all cells")
+@pytest.mark.slow  # all cells
 @pytest.mark.parametrize("program", NEEDS)
 @pytest.mark.limit(900)
 def test_every_cell_gives_deepspeeds_numbers(program, tmp_path):

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sample import asked
 from sequence_kit import adam, batches, model_of
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -243,16 +244,23 @@ def refused(rank: int) -> str:
     return "refused"
 
 
-@functools.cache
-def results(world: int) -> tuple[Path, dict, list]:
-    folder = Path(tempfile.mkdtemp(prefix="axes-"))
-    cells = [cell for cell in CELLS if cell.world == world]
-    expected = {cell.name: one_process(cell, folder) for cell in cells}
-    return folder, expected, run_processes(_on_ranks, world, cells, folder, timeout_s=400)
+@pytest.fixture(scope="module")
+def results(request):
+    """world -> (folder, what one process has, what each rank has) of all cells of that world that run."""
+    asked_for = asked(request, "cell")
+
+    @functools.cache
+    def of_world(world: int) -> tuple[Path, dict, list]:
+        folder = Path(tempfile.mkdtemp(prefix="axes-"))
+        cells = [cell for cell in asked_for if cell.world == world]
+        expected = {cell.name: one_process(cell, folder) for cell in cells}
+        return folder, expected, run_processes(_on_ranks, world, cells, folder, timeout_s=400)
+
+    return of_world
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_equal_to_one_process(cell):
+def test_equal_to_one_process(results, cell):
     folder, expected, everyone = results(cell.world)
     losses, weights, score = expected[cell.name]
     union: dict = {}
@@ -273,6 +281,6 @@ def test_equal_to_one_process(cell):
             assert torch.equal(value, union[name]), name
 
 
-def test_batches_that_can_not_be_cut_are_refused_on_every_rank():
+def test_batches_that_can_not_be_cut_are_refused_on_every_rank(results):
     _, _, everyone = results(4)
     assert [found["refused"] for found in everyone] == ["refused"] * 4

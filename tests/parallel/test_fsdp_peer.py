@@ -1,7 +1,5 @@
 """The same stages and styles of tensor parallelism under FSDP2 and zeroshard: equal losses, and parameters after 6 Adam steps."""
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,7 +43,7 @@ def _rank(rank: int, ranks: int) -> dict:
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(os.environ.get("ZEROSHARD_SLOW") != "1", reason="half a minute beside others: set ZEROSHARD_SLOW=1")
+@pytest.mark.slow  # half a minute beside others
 def test_losses_and_parameters_are_those_of_fsdp2_over_the_same_mesh():
     for found in run_processes(_rank, WORLD):
         for sizes in MESHES:

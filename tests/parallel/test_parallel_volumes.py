@@ -34,7 +34,7 @@ def test_bytes_of_a_rank_are_the_formulas(name, stage, micro_batches):
     assert count(few, stage, micro_batches, recompute) == formula(few, stage, micro_batches, recompute)
 
 
-@pytest.mark.skipif(not SLOW, reason="all blocks, some minutes: set ZEROSHARD_SLOW=1")
+@pytest.mark.slow  # all blocks, some minutes
 @pytest.mark.parametrize("name, stage, micro_batches", ALL)
 def test_bytes_of_a_rank_at_full_size(name, stage, micro_batches):
     study = CASE_STUDIES[name]

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import seeding
+from sample import asked
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -220,20 +221,30 @@ def _world(rank: int, ranks: int, cells: list[Cell]) -> dict[str, str]:
     return found
 
 
-@functools.cache
-def results(world: int) -> list:
-    cells = every(world) if SLOW else FEW
-    return run_processes(_world, world, cells, check=False)
-
-
 CELLS = [*every(2), *every(4), *every(8)] if SLOW else FEW
+
+
+def world_of(cell: Cell) -> int:
+    return cell.pp * cell.dp * cell.tp
+
+
+@pytest.fixture(scope="module")
+def results(request):
+    """world -> what each of its ranks found, of all cells of that world that run."""
+    cells = asked(request, "cell")
+
+    @functools.cache
+    def of_world(world: int) -> list:
+        return run_processes(_world, world, [cell for cell in cells if world_of(cell) == world], check=False)
+
+    return of_world
 
 
 @pytest.mark.processes
 @pytest.mark.limit(3000 if SLOW else 240)  # the first runs all cells
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_equal_to_one_process(cell):
-    for result in results(cell.pp * cell.dp * cell.tp):
+def test_equal_to_one_process(results, cell):
+    for result in results(world_of(cell)):
         assert result.value is not None, result.error
         assert cell.name in result.value, f"another cell failed before: {list(result.value)[-1]}"
         assert not result.value[cell.name], result.value[cell.name]

@@ -284,7 +284,7 @@ def test_a_rank_that_fails_in_one_stage_ends_all(how):
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not SLOW, reason="it waits for limits of time: set ZEROSHARD_SLOW=1")
+@pytest.mark.slow  # it waits for limits of time
 def test_a_schedule_that_stands_still_is_told():
     results = run_processes(_failing, WORLD, "sleeps", grace_s=STALL_S, check=False)
     told = [result.error for result in results[:3] if result.error and "StallError" in result.error]

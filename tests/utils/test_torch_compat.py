@@ -30,12 +30,13 @@ def needed_by(name: str) -> str:
     return PATH.read_text().splitlines()[use.line - 1].strip()
 
 
-@pytest.mark.parametrize("name", sorted({*USES, *LATER}))
-def test_torch_has_it(name):
-    try:
-        private_names.found(name)
-    except (AttributeError, ImportError):
-        pytest.fail(f"torch {torch.__version__} lacks {name} (utils/torch_compat.py needs it: {needed_by(name)})")
+def test_torch_has_it(subtests):
+    for name in sorted({*USES, *LATER}):
+        with subtests.test(name=name):
+            try:
+                private_names.found(name)
+            except (AttributeError, ImportError):
+                pytest.fail(f"torch {torch.__version__} lacks {name} (utils/torch_compat.py needs it: {needed_by(name)})")
 
 
 def test_what_is_missing_is_named_with_what_needs_it(monkeypatch):

@@ -45,12 +45,8 @@ OTHERS = {
 
 
 def rows(table, *, but=()):
-    return [
-        pytest.param(name, given, given in taken, id=f"{name}-{given}")
-        for name, taken in table.items()
-        for given in GIVEN
-        if given not in but
-    ]
+    """(option, given, whether it is taken): the subtests of a table."""
+    return [(name, given, given in taken) for name, taken in table.items() for given in GIVEN if given not in but]
 
 
 def check(act, name, taken):
@@ -71,19 +67,22 @@ def test_the_table_has_every_numeric_field():
         assert not any(taken & (ALWAYS - {"-1"}) for taken in table.values())
 
 
-@pytest.mark.parametrize(("name", "given", "taken"), rows(CONFIG))
-def test_config(name, given, taken):
+def test_config(subtests):
     options = {"offload_optimizer": "cpu", "stage": 2, "precision": "fp16"}
-    check(lambda: zs.Config(**options | {name: GIVEN[given]} if name != "stage" else {"stage": GIVEN[given]}), name, taken)
+    for name, given, taken in rows(CONFIG):
+        with subtests.test(option=name, given=given):
+            check(
+                lambda: zs.Config(**options | {name: GIVEN[given]} if name != "stage" else {"stage": GIVEN[given]}), name, taken
+            )
 
 
-@pytest.mark.parametrize(("name", "given", "taken"), rows(CONFIG))
-def test_shard(name, given, taken):
+@pytest.mark.parametrize("name", CONFIG)
+def test_shard(name, subtests):
     """What is taken trains."""
     offload = {"offload_optimizer": "cpu"} if name == "delayed_update" else {}
     precision = {"precision": "fp16"} if "scale" in name else {}
 
-    def act():
+    def act(given):
         model = seeded(MLP)
         model, optimizer = zs.shard(
             model, torch.optim.SGD(model.parameters(), lr=0.1), **{"stage": 2, **offload, **precision, name: GIVEN[given]}
@@ -97,13 +96,16 @@ def test_shard(name, given, taken):
         zs.close(model)
         assert any(not torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
-    check(act, name, taken)
+    for given in GIVEN:
+        with subtests.test(given=given):
+            check(lambda: act(given), name, given in CONFIG[name])
 
 
-@pytest.mark.parametrize(("name", "given", "taken"), rows(OFFLOAD))
-def test_offload(name, given, taken):
-    check(lambda: zs.Offload("cpu", **{name: GIVEN[given]}), name, taken)
-    check(lambda: zs.Config(offload_optimizer={"device": "cpu", name: GIVEN[given]}), name, taken)
+def test_offload(subtests):
+    for name, given, taken in rows(OFFLOAD):
+        with subtests.test(option=name, given=given):
+            check(lambda: zs.Offload("cpu", **{name: GIVEN[given]}), name, taken)
+            check(lambda: zs.Config(offload_optimizer={"device": "cpu", name: GIVEN[given]}), name, taken)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -186,11 +188,14 @@ def other(name, value, path):
     return saved
 
 
-@pytest.mark.parametrize(("name", "given", "taken"), rows(OTHERS))
-def test_other_verbs(name, given, taken, tmp_path):
-    check(lambda: other(name, GIVEN[given], tmp_path), name.split()[1] if name != "sampler rank" else "rank", taken)
-    if not taken:
-        assert not any(tmp_path.glob("saved/*")) or name.startswith("export")
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_verbs(name, tmp_path, subtests):
+    for given in GIVEN:
+        path, taken = tmp_path / given, given in OTHERS[name]
+        path.mkdir()
+        with subtests.test(given=given):
+            check(lambda: other(name, GIVEN[given], path), name.split()[1], taken)
+            assert taken or name.startswith("export") or not any(path.glob("saved/*"))
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -210,29 +215,31 @@ def test_the_table_has_every_numeric_option_of_train():
     assert {f.name for f in described if f.metadata.get("type", str.lower) is not str.lower} == TRAIN.keys()
 
 
-@pytest.mark.parametrize(("name", "given", "taken"), rows(TRAIN, but=("bool", "list")))
-def test_train(name, given, taken):
-    line = [f"--{name.replace('_', '-')}={ON_THE_LINE[given]}"]
-    line += ["--offload-optimizer", "cpu"] if name in ("offload_ratio", "delayed_update", "buffer_count", "buffer_mib") else []
-    if taken:
-        parse_train(line)
-    else:
-        with pytest.raises(UsageError, match=name.replace("_", ".").replace("buffer.mib", "buffer.(mib|nbytes)") if name else ""):
-            parse_train(line)
+@pytest.mark.parametrize("name", TRAIN)
+def test_train(name, subtests):
+    for _, given, taken in rows({name: TRAIN[name]}, but=("bool", "list")):
+        line = [f"--{name.replace('_', '-')}={ON_THE_LINE[given]}"]
+        line += (
+            ["--offload-optimizer", "cpu"] if name in ("offload_ratio", "delayed_update", "buffer_count", "buffer_mib") else []
+        )
+        with subtests.test(given=given):
+            if taken:
+                parse_train(line)
+            else:
+                with pytest.raises(UsageError, match=name.replace("_", ".").replace("buffer.mib", "buffer.(mib|nbytes)")):
+                    parse_train(line)
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf"])
 @pytest.mark.parametrize(
     "name", ["steps", "ranks", "sequences", "rounds", "dim", "heads", "layers", "vocab-size", "seq-len", "largest-seconds"]
 )
-def test_bench(name, given):
-    if (name, given) == ("largest-seconds", "0"):
-        return
-    with pytest.raises(UsageError, match=name.replace("rounds", "rounds|steps")):
-        bench([f"--{name}={given}", "--out", "/dev/null/none"])
+def test_bench(name, subtests):
+    for given in ("-1", "nan", "inf", *(() if name == "largest-seconds" else ("0",))):
+        with subtests.test(given=given), pytest.raises(UsageError, match=name.replace("rounds", "rounds|steps")):
+            bench([f"--{name}={given}", "--out", "/dev/null/none"])
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "x"])
-def test_export(given, tmp_path):
-    with pytest.raises(UsageError, match="max-shard-gb"):
-        export([str(tmp_path), str(tmp_path / "out"), f"--max-shard-gb={given}"])
+def test_export(tmp_path, subtests):
+    for given in ("0", "-1", "nan", "inf", "x"):
+        with subtests.test(given=given), pytest.raises(UsageError, match="max-shard-gb"):
+            export([str(tmp_path), str(tmp_path / "out"), f"--max-shard-gb={given}"])

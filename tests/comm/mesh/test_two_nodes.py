@@ -196,7 +196,7 @@ def go_on(rank: int, ranks: int, nodes: Nodes, disk: str):
 
 
 # each of its programs once hung; the failures beside it, and test_mesh_features on threads, run in ./test
-@pytest.mark.skipif(not SLOW, reason="20 s: ZEROSHARD_SLOW=1")
+@pytest.mark.slow  # 20 s
 @pytest.mark.processes
 def test_nobody_waits_in_a_circle(nodes, disk):
     for took in run_processes(go_on, 4, nodes, str(disk)):
