@@ -294,7 +294,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
 def whole_state(model: nn.Module, masters: bool = False) -> dict[str, Tensor]:
     """Return what `full_state_dict` does, under the names of `model.state_dict()` (collective)."""
     runtime = runtime_of(model)
-    begin(runtime, "zs.full_state_dict", *["masters"] * masters)
+    begin(runtime, "zs.full_state_dict", *(["masters"] if masters else []))
     whole: dict[int, Tensor] = {}
     for unit in runtime.units:
         unit.land()

@@ -63,7 +63,7 @@ def test_the_page_shows_the_table():
     told = {name: cells for name, *cells in rows}
     yes = lambda flag: "yes" if flag else ""  # noqa: E731
     expected = {
-        name: [yes(verb.usable), yes(verb.every_rank), yes(verb.between_steps), yes(verb.disk), "all" if verb.at_home == PARTS else ", ".join(verb.at_home)]
+        name: [yes(verb.usable), yes(verb.every_rank), yes(verb.disk), "all" if verb.at_home == PARTS else ", ".join(verb.at_home), yes(verb.between_steps)]
         for name, verb in VERBS.items()
     }  # fmt: skip
     assert told == expected
@@ -76,7 +76,7 @@ def test_every_verb_is_asked_for_when_it_is_called(tmp_path):
     assert calls.keys() == VERBS.keys()
     calls["zs.save"]()
     runtime = runtime_of(model)
-    for name, call in calls.items():
+    for name, call in ((name, call) for name, call in calls.items() if name != "zs.close"):  # which may be called twice
         expected = "AveragedModel.full_state_dict" if name == "AveragedModel.load_state_dict" else name
         runtime.closed = True
         with pytest.raises(zs.ModelClosed, match=rf"^{expected}\(\) after zs.close"):
@@ -92,11 +92,16 @@ def test_every_verb_is_asked_for_when_it_is_called(tmp_path):
 def test_a_model_of_two_states_is_neither_used_nor_shown(tmp_path):
     model, optimizer, average = made()
     calls = callers(model, optimizer, average, tmp_path)
-    runtime_of(model).unusable = "half of it was loaded"
-    for name in (name for name, verb in VERBS.items() if verb.usable):
-        with pytest.raises(zs.CheckpointError, match="half of it was loaded"):
+    calls["zs.save"]()
+    for name, verb in VERBS.items():  # zs.close comes last
+        runtime_of(model).unusable = "half of it was loaded"
+        if verb.usable:
+            with pytest.raises(zs.CheckpointError, match="half of it was loaded"):
+                calls[name]()
+        else:
             calls[name]()
-    calls["zs.close"]()
+        if name == "zs.offload_states":
+            zs.reload_states(model)
 
 
 def test_what_is_away_is_named(tmp_path):

@@ -75,8 +75,8 @@ class Traffic:
 class Observer:
     """What hears of each change of a ledger at the moment when it is counted; a subclass overrides the methods that it needs.
 
-    They are called on the thread that counts: the rank's own, autograd's, or that of a delayed update, one after the other. They
-    must return soon, and must not use the model.
+    They are called on the thread that counts: the rank's own, autograd's, that of a delayed update, or the one that drops gathered
+    memory. Two may call at once, and one call may come inside of another. They must return soon, not raise, and not use the model.
     """
 
     def allocated(self, category: str, nbytes: int, tier: Tier) -> None:
@@ -122,6 +122,10 @@ class Ledger:
         self._observers[handle.id] = observer
         return handle
 
+    def _told(self) -> tuple[Observer, ...]:
+        """Return the observers: a copy, since one may be removed meanwhile."""
+        return tuple(self._observers.values()) if self._observers else ()
+
     def enter(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` more in a category."""
         with self._lock:  # a delayed update runs in a thread of its own
@@ -133,7 +137,7 @@ class Ledger:
                 held = self.elsewhere[tier]
                 held[category] += nbytes
                 self.elsewhere_peak[tier] = max(self.elsewhere_peak[tier], sum(held.values()))
-        for observer in tuple(self._observers.values()):
+        for observer in self._told():
             observer.allocated(category, nbytes, tier)
 
     def strike(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
@@ -142,7 +146,7 @@ class Ledger:
         with self._lock:
             held[category] -= nbytes
         assert held[category] >= 0, f"ledger: {category} fell below zero"
-        for observer in tuple(self._observers.values()):
+        for observer in self._told():
             observer.freed(category, nbytes, tier)
 
     def move(self, source: Tier, target: Tier, nbytes: int) -> None:
@@ -150,7 +154,7 @@ class Ledger:
         if source is not target:
             with self._lock:
                 self.moved[source, target] += nbytes
-            for observer in tuple(self._observers.values()):
+            for observer in self._told():
                 observer.moved(source, target, nbytes)
 
     def read_ahead(self, source: Tier, target: Tier, nbytes: int) -> None:
@@ -177,5 +181,5 @@ class Ledger:
         entry.count += 1
         entry.nbytes += sum(nbytes)
         entry.between += nbytes[1]
-        for observer in tuple(self._observers.values()):
+        for observer in self._told():
             observer.sent(kind, unit, *nbytes)

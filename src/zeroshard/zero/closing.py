@@ -30,6 +30,8 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     After the failure of a disk or a peer, parameters can not be gathered: close removes the files and raises the error again.
     """
     runtime = runtime_of(model)
+    if runtime.closed:  # with restore=False
+        return model
     begin(runtime, "zs.close")
     try:
         runtime.tiers.check()

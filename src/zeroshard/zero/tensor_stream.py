@@ -90,7 +90,7 @@ def stream_full_tensors(
         raise ConfigError(f"zs.stream_full_tensors: max_nbytes: expected an integer of at least 1, got {max_nbytes!r}.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"zs.stream_full_tensors: dtype: expected a floating-point torch.dtype or None, got {dtype!r}.")
-    begin(runtime, "zs.stream_full_tensors", *["masters"] * masters)
+    begin(runtime, "zs.stream_full_tensors", *(["masters"] if masters else []))
 
     def source(group: ParamGroup) -> Rest:
         return group.masters.stepped if masters else group.values.rest
@@ -102,7 +102,7 @@ def stream_full_tensors(
 def full_tensors(model: nn.Module, source: Source) -> dict[str, Tensor]:
     """Return the full state dict with parameters' values taken from `source`, such as zs.ema's averages (collective)."""
     runtime, found = runtime_of(model), dict[str, Tensor]()
-    for batch in _Stream(runtime, source, True, 1 << 30).run(_items(runtime, source, None)):
+    for batch in _Stream(runtime, source, True, 1 << 30, "AveragedModel.full_state_dict").run(_items(runtime, source, None)):
         found |= batch
     return found
 
@@ -181,7 +181,10 @@ def _chosen(items: list[_Item], names: Iterable[str] | None) -> list[_Item]:
 class _Stream:
     """One iteration over batches of items."""
 
-    def __init__(self, runtime: Runtime, source: Source, masters: bool, max_nbytes: int) -> None:
+    def __init__(
+        self, runtime: Runtime, source: Source, masters: bool, max_nbytes: int, verb: str = "zs.stream_full_tensors"
+    ) -> None:
+        self.verb, self.needed = verb, ("masters",) if masters else ()  # for the check before each batch
         self.runtime, self.source, self.masters, self.max_nbytes = runtime, source, masters, max_nbytes
         # two staging buffers of this size, and one chunk of every rank
         nbytes = min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.topology.shards.world_size + 2)))
@@ -193,7 +196,7 @@ class _Stream:
         ledger = self.runtime.tiers.ledger
         try:
             for batch in self._batches(items):
-                begin(self.runtime, "zs.stream_full_tensors", *["masters"] * self.masters, note=False)
+                begin(self.runtime, self.verb, *self.needed, note=False)
                 nbytes = sum(item.nbytes for item in batch)
                 ledger.enter(GATHERED, nbytes)
                 try:

@@ -1,20 +1,20 @@
 """VERBS: what each public function needs of a model before it begins. `begin` checks it, in one order for all of them.
 
-    open          the model was not closed
     usable        no load has failed half-way, so that the values are of one state
-    every_rank    all ranks call it: it is noted for ranks that wait in vain for one that does not, and refused inside zs.join once
-                  the data of some rank has ended, since that rank is past the loop
-    recovers      what a failed backward has left is cleared
-    between_steps no forward, backward or zs.gathered is under way, so all states are at rest
+    every_rank    every rank has to be there: inside zs.join the function is refused once the data of some rank has ended, since that
+                  rank is past the loop. `begin` also notes the call for ranks that wait in vain for one that does not make it
     disk          no rank has had an I/O error
     at_home       the states, some of moved_states.PARTS, that zs.offload_states must not have moved away
+    recovers      what a failed backward has left is cleared first
+    between_steps no forward, backward or zs.gathered is under way, so all states are at rest
 
-docs/reference/errors.md shows the table. What comes after the beginning is the verb's own: a writer calls the write gate.
+All but zs.close raise for a model that was closed. docs/reference/errors.md shows the table. What comes after the beginning is the
+verb's own: a writer calls the write gate.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, ModelClosed, ZeroshardError
@@ -30,29 +30,29 @@ class Verb:
 
     usable: bool = False
     every_rank: bool = True
-    recovers: bool = False
-    between_steps: bool = False
     disk: bool = False
     at_home: tuple[str, ...] = ()
-    closed: str = "give it to zs.shard() again"
+    recovers: bool = False
+    between_steps: bool = False
+    closed: str = "with restore=False its parameters are gone: make the model anew"
 
 
-_IDLE = Verb(recovers=True, between_steps=True, disk=True, at_home=PARTS)
-_AVERAGE = Verb(recovers=True, between_steps=True, disk=True, at_home=PARTS, closed="its averages went with it")
+_AT_REST = Verb(disk=True, at_home=PARTS, recovers=True, between_steps=True)
+_AVERAGE = replace(_AT_REST, closed="its averages went with it")
 
 VERBS = {
-    "model.forward": Verb(usable=True, every_rank=False, recovers=True, disk=True, at_home=("parameters",)),
+    "model.forward": Verb(usable=True, every_rank=False, disk=True, at_home=("parameters",), recovers=True),
     "optimizer.step": Verb(every_rank=False, disk=True, at_home=PARTS, closed="make a new optimizer of its parameters"),
     "zs.full_state_dict": Verb(usable=True, disk=True, at_home=("parameters",)),
-    "zs.stream_full_tensors": Verb(usable=True, recovers=True, disk=True, at_home=("parameters",)),
+    "zs.stream_full_tensors": Verb(usable=True, disk=True, at_home=("parameters",), recovers=True),
     "zs.save_safetensors": Verb(usable=True),
     "zs.full_gradients": Verb(),
     "zs.full_optimizer_state": Verb(),
     "zs.full_optimizer_state_dict": Verb(),
     "zs.gathered": Verb(recovers=True),
-    "zs.save": Verb(usable=True, recovers=True, between_steps=True, disk=True, at_home=PARTS),
-    "zs.load": _IDLE,
-    "zs.offload_states": Verb(recovers=True, between_steps=True, disk=True),
+    "zs.save": replace(_AT_REST, usable=True),
+    "zs.load": _AT_REST,
+    "zs.offload_states": replace(_AT_REST, at_home=()),
     "zs.reload_states": Verb(disk=True),
     "zs.ema": Verb(at_home=PARTS),
     "AveragedModel.swapped": _AVERAGE,
@@ -65,8 +65,8 @@ VERBS = {
 def begin(runtime: Runtime, verb: str, *also: str, note: bool = True) -> None:
     """Raise unless the model is as `verb` needs it.
 
-    also: states that this call needs at home beside those of its row. note: False where the call is noted already, or where ranks
-    that do not make it do no harm.
+    also: states that this call needs at home beside those of its row. note: False where the call is noted already, and for zs.ema,
+    which a rank may leave out.
 
     Raises:
         ModelClosed: after zs.close.
@@ -84,12 +84,14 @@ def begin(runtime: Runtime, verb: str, *also: str, note: bool = True) -> None:
         runtime.attendance.refuse(f"{verb}()")
         if note:
             runtime.attendance.note(f"{verb}()")
-    if needs.recovers:
-        runtime.recover()
-    busy = next((unit.name for unit in runtime.units if unit.in_use), None) if needs.between_steps else None
-    if busy is not None:
-        raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
     if needs.disk:
         runtime.tiers.check()
     if needs.at_home or also:
         runtime.moved.check(*needs.at_home, *also)
+    if needs.recovers:
+        runtime.recover()
+    if needs.between_steps:
+        for unit in runtime.units:
+            if unit.in_use:
+                where = f"inside a forward, a backward or zs.gathered() ({unit.name})"
+                raise ZeroshardError(f"{verb}: called {where}; call it between steps.")

@@ -88,8 +88,8 @@ _modules: dict[str, SurfaceModule] = {}
 
 
 class _Loader(Loader):
-    def create_module(self, wanted: ModuleSpec) -> ModuleType:
-        path = _path_of(wanted.name)
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        path = _path_of(spec.name)
         assert path is not None
         if path not in _modules:
             module = SurfaceModule(f"{ROOT}.{path}")

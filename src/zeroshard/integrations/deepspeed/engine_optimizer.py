@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from ...comm.codec import exchange_values
 from ...errors import ConfigError, NonFiniteError
-from ...optim.parameter_access import ParameterPart
-from ...public import gradient_of, state_of, value_of
+from ...optim.parameter_access import ParameterPart, gradient_of, state_of, value_of
 from ...seam import engine_of
 from ...tensor.sharded_tensor import ShardedTensor
 from ...zero.gathered_parameters import home_of
@@ -193,14 +192,15 @@ class LossScalerView:
     scale_factor = 2.0
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+        """Raise AttributeError for an optimizer that is not sharded: Stage3 shows one for a moment."""
+        self._engine, self._core = engine_of(optimizer), optimizer.core
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(engine_of(self._optimizer).loss_scaler, name)
+        return getattr(self._engine.loss_scaler, name)
 
-    dynamic_loss_scale = property(lambda self: getattr(engine_of(self._optimizer).loss_scaler, "dynamic", False))
-    cur_scale = loss_scale = property(lambda self: engine_of(self._optimizer).loss_scale)
-    cur_iter = property(attrgetter("_optimizer.core.tally.asked"))  # number of steps, skipped ones included
+    dynamic_loss_scale = property(lambda self: getattr(self._engine.loss_scaler, "dynamic", False))
+    cur_scale = loss_scale = property(attrgetter("_engine.loss_scale"))
+    cur_iter = property(attrgetter("_core.tally.asked"))  # number of steps, skipped ones included
     cur_hysteresis = property(attrgetter("patience"))
     scale_window = property(attrgetter("config.loss_scale_window"))  # steps without an overflow after which the scale doubles
     min_scale = property(attrgetter("config.min_loss_scale"))

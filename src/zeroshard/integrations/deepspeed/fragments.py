@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ...optim.parameter_access import ParameterPart
-from ...public import gradient_of, state_of, value_of
+from ...optim.parameter_access import ParameterPart, gradient_of, state_of, value_of
 from ...zero.gathered_parameters import home_of
 from ...zero.parameter import ParamHome
 from .partition import is_zero_param

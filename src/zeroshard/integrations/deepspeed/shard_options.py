@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ...errors import did_you_mean
-from ...public import Lion, Muon
+from ...optim.lion import Lion
+from ...optim.muon import Muon
 from ...utils.dtypes import is_narrow
 from ...utils.transformers_compat import kept_in_fp32
 from .config_keys import KEYS, Treatment
