@@ -73,7 +73,7 @@ class Traffic:
 
 
 class Observer:
-    """What hears of each change of a ledger at the moment when it is counted; a subclass overrides the methods that it needs.
+    """An object that hears of each change of a ledger when it is counted. A subclass overrides the methods that it needs.
 
     They are called on the thread that counts: the rank's own, autograd's, that of a delayed update, or the one that drops gathered
     memory. Two may call at once, and one call may come inside of another. They must return soon, not raise, and not use the model.

@@ -72,21 +72,21 @@ class Runtime:
         self.lend = torch.compiler.disable(self._lend)  # so that torch.compile does not trace it inside compiled blocks
         self.compiled: list[tuple[nn.Module, Callable]] = []  # compiled calls that `attach` has wrapped; `detach` restores them
 
-        self._own([])  # a build that fails leaves groups whose runtime is whole
-        self._own(build(self))
+        def own(units: list[Unit]) -> None:
+            """Take these units, and make the objects that gather and reduce them."""
+            self.units, self.groups = units, [group for unit in units for group in unit.groups]
+            self.schedule = Schedule([unit.name for unit in units], self.topology.notes)
+            self.attendance, self.frozen = Attendance(self.comm, units, self.account), Freezing(self.groups)
+            self.reductions = Reductions(units, self.config, self.comm, self.gate.read_ahead, self.attendance, self.frozen)
+            self.prefetcher = Prefetcher(units, self.schedule, self.config, self.comm, self.attendance.gather)
+            self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
+            self.values = ValueWatch(self.comm, self.groups)
+
+        own([])  # parameters that a failed `build` has placed refer to this runtime
+        own(build(self))
         self.end_answering = topology.world.desk.answer_for(self)  # call it to stop answering peers that ask for its state
         self.input_dtype = input_dtype(model, config, {group.values.dtype for group in self.groups})
         self._model_watch = ModelWatch(model, self.groups)
-
-    def _own(self, units: list[Unit]) -> None:
-        """Take these units, and make the objects that gather and reduce them."""
-        self.units, self.groups = units, [group for unit in units for group in unit.groups]
-        self.schedule = Schedule([unit.name for unit in units], self.topology.notes)
-        self.attendance, self.frozen = Attendance(self.comm, units, self.account), Freezing(self.groups)
-        self.reductions = Reductions(units, self.config, self.comm, self.gate.read_ahead, self.attendance, self.frozen)
-        self.prefetcher = Prefetcher(units, self.schedule, self.config, self.comm, self.attendance.gather)
-        self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
-        self.values = ValueWatch(self.comm, self.groups)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardedAccessError(

@@ -124,7 +124,7 @@ class GroupLayout:
 class Inventory:
     """The parts of a model that zs.shard lays out, at whatever stage and on whatever tiers.
 
-    states: id of a parameter -> plan of its optimizer states; empty if there is no optimizer. group_of: id -> its optimizer group.
+    states: id of a parameter -> plan of its optimizer states; empty if neither an optimizer nor an option tells them. group_of: id -> its optimizer group.
     """
 
     units: list[UnitPlan]
@@ -134,7 +134,8 @@ class Inventory:
     @classmethod
     def of(cls, model: nn.Module, config: Config, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> Inventory:
         """Partition a model into units. Raise ConfigError for an option that names no module of it, or no state of its optimizer."""
-        return cls(partition(model, config, specs), state_plans(config, optimizer, specs), optimizer_groups(optimizer))
+        states = state_plans(config, optimizer, specs)
+        return cls(partition(model, config, specs), states, optimizer_groups(optimizer))
 
     def lay_out(self, config: Config, topology: Topology) -> ModelLayout:
         """Return where all states lie on this rank. Nothing is allocated or written.
@@ -472,7 +473,9 @@ class Builder:
             torch_compat.own_parameters(owner)[attribute] = new
         self.replaced[id(original)] = new
         group.specs[index] = replace(spec, original=new)
-        if not isinstance(original, ShardedTensor) and not original.is_meta:
+        if isinstance(original, ShardedTensor):
+            original._held = original._local.new_empty(0)  # the layout still refers to it
+        elif not original.is_meta:
             original.data = original.data.new_empty(0)
         return None
 

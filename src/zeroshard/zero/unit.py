@@ -241,14 +241,19 @@ class Unit:
     ) -> None:  # fmt: skip
         """make: makes a group of this unit, with its parameters' present values, as a layout says."""
         self.runtime, self.name, self.modules, self.number = runtime, name, modules, number
-        self.writes = 0  # number of times that this unit's shards have been written
+        self.writes = 0  # number of times that this unit's shards have been written, the first values included
+        self.depth = 0  # number of forwards that run inside (they nest)
+        self.in_backward = False
+        self.pinned = False  # inside zs.gathered: the modules hold whole copies
+        self.groups, self.sharded, self.phase = (
+            [],
+            False,
+            Phase.READY,
+        )  # where `make` fails, parameters refer to this unit already
         self.groups = groups = [make(self, given) for given in layouts]
         self.gathered = [group for group in groups if group.values.sharded]  # the other groups are whole at rest
         self.sharded = bool(self.gathered)
         self.phase = Phase.SHARDED if self.sharded else Phase.READY
-        self.depth = 0  # number of forwards that run inside (they nest)
-        self.in_backward = False
-        self.pinned = False  # inside zs.gathered: the modules hold whole copies
         self.lent = False  # the next release must let tensors that refer to the memory keep it (`ParamGroup.part`)
         self.lends = False  # some forward of it has returned views of its memory
         self.forward: UnitForward | None = None  # the outermost forward that runs inside

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verb:
-    """What a public function needs (see above). closed: what to do instead if the model was closed."""
+    """A row of VERBS: what a public function needs (see above). closed: what to do instead if the model was closed."""
 
     usable: bool = False
     every_rank: bool = True
