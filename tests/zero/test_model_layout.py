@@ -133,3 +133,32 @@ def test_parameters_of_a_build_that_failed_half_way_can_be_read_and_written(monk
     assert torch.equal(placed.full_tensor(), whole + 1) and placed.grad is None
     with pytest.raises((ZeroshardError, ModelClosed)):
         zs.report(model)
+
+
+@pytest.mark.parametrize("half", [True, False], ids=["in_a_unit", "between_units"])
+def test_a_model_whose_build_failed_is_that_of_no_runtime(monkeypatch, half):
+    """Its parameters answer, wherever the build stopped, and an optimizer of them is an ordinary one."""
+    zs.close(zs.shard(torch.nn.Linear(4, 4), stage=3)[0])  # from now on optimizers of sharded parameters are noticed
+    made, real = [], shard_model.ParameterBuffer
+
+    def parameter_buffer(*args, **options):
+        if made:
+            raise ValueError("no more")
+        made.append(1)
+        return real(*args, **options)
+
+    monkeypatch.setattr(shard_model, "ParameterBuffer", parameter_buffer)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[1].requires_grad_(not half)
+    with pytest.raises(ValueError, match="no more"):
+        zs.shard(model, adamw([p for p in model.parameters() if p.requires_grad]), stage=3, units="model" if half else "leaf")
+    placed = next(param for param in model.parameters() if hasattr(param, "_home"))
+    with torch.no_grad():
+        assert torch.equal(placed.full_tensor().sum(), placed.sum())
+    with pytest.raises(zs.ShardedAccessError):
+        model(torch.ones(1, 8))
+    optimizer = torch.optim.SGD([placed], lr=0.1)
+    optimizer.step()
+    assert type(optimizer) is torch.optim.SGD
+    with pytest.raises(ZeroshardError, match=r"call zs.shard\(model"):
+        zs.report(model)

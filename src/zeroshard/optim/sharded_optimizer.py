@@ -453,7 +453,7 @@ class OptimizerCore:
 def homes_of(groups: list[Options]) -> list[ParamHome]:
     """Return the homes of the parameters of sharded models in an optimizer's groups."""
     homes = [getattr(param, "_home", None) for group in groups for param in group["params"]]
-    return [home for home in homes if isinstance(home, ParamHome)]
+    return [home for home in homes if isinstance(home, ParamHome) and home.group.runtime.built]
 
 
 def runtimes_of(groups: list[Options]) -> list[Runtime]:

@@ -93,7 +93,7 @@ def telling(runtime: Runtime, where: str) -> Iterator[None]:
 def tell_shortage(
     error: BaseException, model: nn.Module, config: Config, ledger: Ledger, comm: Comm, where: str, units: dict[str, list[ParamSpec]]
 ) -> None:  # fmt: skip
-    """Do the same as `tell`, which needs all units: while zs.shard makes their buffers, they are not all there."""
+    """Do as `tell` does, for the time in which zs.shard makes the units' buffers: `runtime.units` is still empty then."""
     replaced_already = isinstance(error, (DeviceMemoryError, HostMemoryError))
     if replaced_already or not (isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _ON_HOST in str(error)):
         return

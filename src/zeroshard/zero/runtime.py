@@ -95,6 +95,11 @@ class Runtime:
         )
 
     @property
+    def built(self) -> bool:
+        """False while zs.shard builds the units, and after it has failed."""
+        return bool(self.units) or self.closed
+
+    @property
     def optimizer(self) -> Any:
         """The model's sharded optimizer, or None. One that the program has made since zs.shard is taken over now."""
         if self.sharded_optimizer is None and self.awaiting:
@@ -626,7 +631,7 @@ def runtime_of(model: nn.Module) -> Runtime:
     if inside:
         raise ZeroshardError(f"{what} itself: pass its submodule {' or '.join(inside)}, which is.")
     homes = (getattr(param, "_home", None) for param in model.parameters())
-    whole = next((home.group.runtime.model for home in homes if isinstance(home, ParamHome)), None)
+    whole = next((home.group.runtime.model for home in homes if isinstance(home, ParamHome) and home.group.runtime.built), None)
     if whole is not None:
         raise ZeroshardError(
             f"{what} by itself: it is a part of a sharded {type(whole).__name__}. Pass that model; or give the part's parameters to a "

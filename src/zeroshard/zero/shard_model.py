@@ -486,6 +486,7 @@ def build_units(runtime: Runtime, optimizer: torch.optim.Optimizer | None, layou
     The model's modules, the optimizer's groups and its states refer to the sharded parameters afterwards.
     """
     tiers, comm, specs = runtime.tiers, runtime.comm, {unit.name: unit.specs for unit in layout.inventory.units}
+    built = False
     builder = Builder(runtime, layout, comm.new_serial())
     comm.fence_write(synchronised=True)  # peers must not read the new buffers before `fence_read`; nobody reads them yet
     try:
@@ -497,12 +498,16 @@ def build_units(runtime: Runtime, optimizer: torch.optim.Optimizer | None, layou
             raise
         units = builder.build()
         comm.fence_read()  # all ranks have written their values
+        built = True
     except OffloadIOError as error:  # the disk is full after all, with a part of the values written: every rank must fail
         tiers.close()
         tiers.fail(error)
     except FAILURES as error:
         tell_shortage(error, runtime.model, layout.config, tiers.ledger, comm, "zs.shard", specs)
         raise
+    finally:
+        if not built:  # the runtime is in a cycle: the program may try again before garbage is collected
+            tiers.pools, tiers.slots, tiers.landings, tiers.arrivals = [], None, None, None
     if optimizer is not None:
         replaced = builder.replaced
         for group in optimizer.param_groups:
@@ -513,6 +518,7 @@ def build_units(runtime: Runtime, optimizer: torch.optim.Optimizer | None, layou
     return units
 
 
+@torch.no_grad()
 def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
     """Write a value of parameter `index`, whole or sharded, to this rank's values and masters.
 

@@ -80,7 +80,7 @@ class ParamGroup:
         self.unit, self.runtime, self.values, self.grads = unit, unit.runtime, values, grads
         self.specs, self.layout, self.topology = list(given.specs), given.layout, given.topology
         self.comm: Comm = given.topology.shards
-        self.whole = given.sizes.whole  # every rank has all values at rest, at any stage
+        self.whole = given.sizes.whole  # stays whole at rest though others are sharded (param_persistence_threshold)
         self.offload = given.sizes.states  # tier of masters and optimizer states
         self.plan = given.plan  # forms in which optimizer states rest
         self.columns: dict[str, Rest] = {}  # offloaded or coded optimizer states of the shard, by name
