@@ -88,7 +88,7 @@ class Engine:
 
             for each in engine.slices("master", "optimizer"):
                 if each.counted and not each.single:
-                    print(each.kind, each.name, each.shape, f"[{each.start}, {each.stop})", each.host(0, each.stop - each.start))
+                    print(each.kind, each.name, each.extents, f"[{each.start}, {each.stop})", each.host(0, each.stop - each.start))
 
         kinds, each in the order of the model's units (of optimizer states: of its groups):
 

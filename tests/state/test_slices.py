@@ -133,3 +133,20 @@ def test_ties_are_names_of_one_slice_and_a_state_of_none_is_no_slice():
     ]
     assert engine_of(model).slices("optimizer") == []
     zs.close(model)
+
+
+def test_kinds_that_are_none_are_refused_and_an_optimizer_made_since_is_not_taken_over():
+    model = zs.shard(torch.nn.Linear(4, 4), stage=3)[0]
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = engine_of(model)
+    assert engine.slices("optimizer") == [] and type(optimizer).__name__ != "ShardedOptimizer"
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    average = zs.ema(model, 0.9)
+    assert len(engine.slices("average:0")) == len(engine.slices("value")) == 2
+    for kind in ("average", "average:x", "average:1", "average:-1", "average:00", "optimizer:", "gradient", "values", ""):
+        with pytest.raises(zs.ConfigError, match="engine.slices: kind"):
+            engine.slices(kind)
+    with pytest.raises(AssertionError):
+        engine.slices("optimizer:exp_avg")[0].write(torch.zeros(1))
+    average.close()

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
-
-from torch import nn
 
 from ..comm.codec import exchange_values
 from ..errors import ConfigError
@@ -45,29 +44,34 @@ class Stages:
                 "empty), or save and load without optimizers."
             )
 
+    @cached_property
+    def values(self) -> list[StateSlice]:
+        """The parameters of this stage's model; only what does not change is read of them."""
+        return engine_of(self.model).slices("value")
+
     def has_first(self, name: str) -> bool:
         """Return whether this is the first stage that has the name in its model."""
         return name not in self._earlier
 
     def writes(self, part: StateSlice) -> bool:
-        """Return whether this rank writes its slice: no earlier stage, and no other rank along a model axis, has it for that."""
+        """Return whether this rank writes its slice: no earlier stage has it, and no other rank that holds a copy does."""
         return part.counted and self.has_first(part.name)
 
     @property
     def names(self) -> set[str]:
         """Names in the state dicts of all stages' models, with all names of tied parameters."""
-        return {name for each in self.told for name in each["names"]} if self.several else _names(self.model)
+        return {name for each in self.told for name in each["names"]} if self.several else names_in(self.model, self.values)
 
     @property
     def partly_frozen(self) -> bool:
         """True if some parameters are trained and some are frozen."""
-        told = [each["trains"] for each in self.told] if self.several else [_trains(self.model)]
+        told = [each["trains"] for each in self.told] if self.several else [_trains(self.values)]
         return any(some for some, _ in told) and any(others for _, others in told)
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the names of their members at all stages, and with this rank's options."""
         assert self.core is not None
-        found = param_groups(self.model, self.core.outer)
+        found = param_groups(self.values, self.core.outer)
         for number, group in enumerate(found) if self.several else ():
             group["params"] = list(dict.fromkeys(name for each in self.told for name in each["members"][number]))
         return found
@@ -102,13 +106,9 @@ def names_by_stage(
     return found
 
 
-def _names(model: nn.Module) -> set[str]:
-    return names_in(model, engine_of(model).slices("value"))
-
-
-def _trains(model: nn.Module) -> list[bool]:
+def _trains(values: list[StateSlice]) -> list[bool]:
     """Return whether some parameters are trained, and whether some are frozen."""
-    trained = {each.trainable for each in engine_of(model).slices("value")}
+    trained = {each.trainable for each in values}
     return [True in trained, False in trained]
 
 
@@ -124,10 +124,11 @@ def agree(
     world, stages = topology.world, topology.stages
     if problem is None and len(stages) > 1 and world.rank == stages[topology.stage][0]:
         try:
+            values = engine_of(model).slices("value")
             told = {  # what a stage's first rank tells all ranks about it
-                "names": sorted(_names(model)),
-                "members": None if core is None else [group["params"] for group in param_groups(model, core.outer)],
-                "trains": _trains(model),
+                "names": sorted(names_in(model, values)),
+                "members": None if core is None else [group["params"] for group in param_groups(values, core.outer)],
+                "trains": _trains(values),
             }
         except Exception as error:
             problem = telling(error, verb, world.rank)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ConfigError
 from ..seam import engine_of
@@ -122,7 +122,8 @@ def collect(stages: Stages, *, frozen: bool, slices: dict[str, list[StateSlice]]
     """
     contents, runtime, model = Contents(), stages.runtime, stages.model
     engine, rank = engine_of(model), stages.world.rank
-    masters = engine.slices("master")
+    held = engine.slices("master", *["optimizer"] if stages.core is not None else [])
+    masters = [each for each in held if each.kind == "master"]
     for each in filter(stages.writes, masters):
         contents.ties |= dict.fromkeys(each.names[1:], each.name)
         if not (frozen or each.trainable):
@@ -138,7 +139,7 @@ def collect(stages: Stages, *, frozen: bool, slices: dict[str, list[StateSlice]]
                 contents.add(value.detach(), "model", name)
             else:
                 contents.objects[f"{MODEL}{name}"] = value
-    for each in filter(stages.writes, engine.slices("optimizer") if stages.core is not None else ()):
+    for each in filter(stages.writes, held[len(masters) :]):
         key = each.kind.partition(":")[2]
         if not each.single:
             if each.stop > each.start or each.leads:
@@ -162,9 +163,9 @@ def collect(stages: Stages, *, frozen: bool, slices: dict[str, list[StateSlice]]
     return contents
 
 
-def param_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: options, and the names of their members (of tiles: of the whole parameter)."""
-    names = {id(each.param): each.name for each in engine_of(model).slices("value")}
+def param_groups(values: list[StateSlice], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: options, and the names of their members (of tiles: of the whole parameter). values: its slices."""
+    names = {id(each.param): each.name for each in values}
     return [
         {
             **{k: v for k, v in group.items() if k != "params"},

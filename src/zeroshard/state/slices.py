@@ -3,7 +3,7 @@
     rank 0     blocks.0.weight (4, 5)   "value": elements [0, 12)     "optimizer:exp_avg": [0, 12)     "optimizer:step": 3
     rank 1     blocks.0.weight (4, 5)   "value": elements [12, 20)    "optimizer:exp_avg": [12, 20)    "optimizer:step": 3
 
-`Engine.slices` (seam.py) lists them. They tell nothing of units and flat buffers. Replicated states are divided among ranks as
+`Engine.slices` (seam.py) lists them. How a model is cut into units and flat buffers can not be seen in them. Replicated states are divided among ranks as
 sharded ones are: at every stage the slices of all ranks, those that are `counted`, are the tensor once.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from ..zero.shard_model import write_value
 from ..zero.unit import ParamGroup
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: a save makes thousands
 class NamedPart:
     """A parameter of this rank's model, and the named tensor that it is, or is a part of.
 
@@ -62,15 +63,15 @@ class NamedPart:
         return self.shape if self.part is None else self.part.extents
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StateSlice(NamedPart):
-    """Elements [start, stop) of a flattened parameter, or of a state of its shape, which this rank holds.
+    """Elements [start, stop) of a flattened parameter (of `extents`), or of a state of its shape, which this rank holds.
 
     It is valid until the optimizer next steps or loads. A state that is one number for the whole parameter (`step`) is a slice
     without elements that has the number, `scalar`, with the number's dtype (fp32 where that is no tensor).
 
-    counted: this rank's copy is the one of those along model axes that is counted and saved.
-    leads: the slice has the tensor's first element, so this rank writes what is said once for a tensor.
+    counted: of the ranks that hold copies of the same shard (replicas, ranks along model axes) this is the one that saves it.
+    leads: this rank says what is said once for a tensor, if its slice is counted. It has the first element; rank 0 of an empty one.
     guarded: every writer waits for a background save (zero/write_gate.py), which may copy the elements while training goes on.
     encoded: label of the encoding; the elements are bytes (see `at_rest`).
     """
@@ -153,7 +154,8 @@ class StateSlice(NamedPart):
             _begin=column.count(self._begin),
         )  # fmt: skip
 
-    # -- write: the caller has passed the gate before writes, and the fence where ranks read each other's values -----------
+    # -- write, of slices of kind "value" but for `fill`: the caller has passed the gate before writes, and the fence where ranks
+    #    read each other's values ----------------------------------------------------------------------------------------
 
     def fill(self, stored: Reader) -> None:
         """Write the slice's elements of a stored tensor, some MiB at a time."""
@@ -165,6 +167,7 @@ class StateSlice(NamedPart):
         Of a replicated parameter that is all. The memory is fp32 if a master can hold what is stored. On "cpu" it may be the value's
         own, to be written at once; on "meta" it only shows shape and dtype.
         """
+        assert self.kind == "value"
         group, masters = self._group, self._group.masters.rest
         if not group.values.sharded:
             return 0, empty(math.prod(self.extents), given, device), self.write
@@ -175,6 +178,7 @@ class StateSlice(NamedPart):
 
     def write(self, values: Tensor) -> None:
         """Write a value (n,), of a replicated parameter the whole, and the same to its master."""
+        assert self.kind == "value"
         group, index = self._group, self._index
         if not group.values.sharded:
             write_value(group, index, values.view(self.extents))
@@ -186,6 +190,7 @@ class StateSlice(NamedPart):
 
     def loaded(self) -> None:
         """Record that all ranks have loaded the value, its master and states: neither of them is newer than the others."""
+        assert self.kind == "value"
         masters = self._group.masters
         masters.traces = {key: trace for key, trace in masters.traces.items() if key[0] != self._index}
         masters.written(self._index)
@@ -212,18 +217,23 @@ def slices_of(runtime: Runtime, kinds: Iterable[str]) -> list[StateSlice]:
     """Return what `Engine.slices` describes."""
     every = [(group, index) for group in runtime.groups for index in range(len(group.specs))]
     named = named_parts(runtime.model, (group.specs[index] for group, index in every))
-    parts = {(id(group), index): part for (group, index), part in zip(every, named, strict=True)}
+    about: dict[tuple[int, int], dict[str, Any]] = {}  # what slices of all kinds have of a parameter
+    for (group, index), part in zip(every, named, strict=True):
+        home, box = group.homes[index], None if part.part is None else part.part.unpacked.box
+        first = home.start == 0 and home.stop > 0 if math.prod(part.extents) else group.comm.rank == 0
+        about[id(group), index] = vars(part) | {
+            "param": group.params[index], "counted": group.counts, "leads": first and (box is None or not any(box.offsets)),
+            "_group": group, "_index": index,
+        }  # fmt: skip
     found = []
     for what, group, index, rest, begin, guarded, scalar in (each for kind in kinds for each in _listed(runtime, kind, every)):
-        part, home = parts[id(group), index], group.homes[index]
-        leads = home.start == 0 and home.stop > 0 if math.prod(part.extents) else group.comm.rank == 0
-        leads = leads and not (part.part is not None and any(part.part.unpacked.box.offsets))
+        home = group.homes[index]
         start, stop = (home.start, home.stop) if rest is not None else (0, 0)
         dtype = rest.dtype if rest is not None else getattr(scalar, "dtype", torch.float32)
         found.append(
             StateSlice(
-                **vars(part), kind=what, param=group.params[index], dtype=dtype, start=start, stop=stop, counted=group.counts,
-                leads=leads, guarded=guarded, _group=group, _index=index, _rest=rest, _begin=begin, scalar=scalar,
+                **about[id(group), index], kind=what, dtype=dtype, start=start, stop=stop, guarded=guarded, _rest=rest, _begin=begin,
+                scalar=scalar,
             )
         )  # fmt: skip
     return found
@@ -234,28 +244,32 @@ def _listed(
 ) -> Iterator[tuple[str, ParamGroup, int, Rest | None, int, bool, object]]:
     """Yield (kind, group, index, where it rests, position there, guarded, scalar) of each slice of one kind."""
     what, _, name = kind.partition(":")
-    if what == "optimizer" and runtime.optimizer is not None:
-        core = runtime.optimizer.core
+    averages = range(max((len(group.averages) for group in runtime.groups), default=0))
+    if (
+        kind not in ("value", "master", "optimizer")
+        and not (what == "optimizer" and name)
+        and kind not in map("average:{}".format, averages)
+    ):
+        expected = f"'value', 'master', 'optimizer', 'optimizer:NAME' or 'average:NUMBER' ({len(averages)} averages)"
+        raise ConfigError(f"engine.slices: kind: expected {expected}, got {kind!r}.")
+    if what == "optimizer" and runtime.sharded_optimizer is not None:
+        core = runtime.sharded_optimizer.core
         for run in (run for runs in core.runs for run in runs):
             state = run.states.load()
             for index in run.indices:
                 for key in state if not name else state.keys() & {name}:
-                    value, kind = state[key], f"optimizer:{key}"
+                    value, full = state[key], f"optimizer:{key}"
                     if run.holds(value):
                         rest, begin = run.place(value, index)
                         begin += run.group.homes[index].start if core.replicated else 0
-                        yield kind, run.group, index, rest, begin, not core.replicated, None
+                        yield full, run.group, index, rest, begin, not core.replicated, None
                     else:
-                        yield kind, run.group, index, None, 0, False, run.unmark(value)
+                        yield full, run.group, index, None, 0, False, run.unmark(value)
     for group, index in every if what != "optimizer" else ():
         home, masters = group.homes[index], group.masters
         if kind == "value":  # a replicated one is the program's own tensor
             yield kind, group, index, group.values.rest, home.begin, group.values.sharded, None
         elif kind == "master":
             yield kind, group, index, *masters.slice(index), masters.rest is not None or group.values.sharded, None
-        elif what == "average":
-            if group.trainable:
-                yield kind, group, index, group.averages[int(name)], home.begin, True, None
-        else:
-            expected = "'value', 'master', 'optimizer', 'optimizer:NAME' or 'average:NUMBER'"
-            raise ConfigError(f"engine.slices: kind: expected {expected}, got {kind!r}.")
+        elif group.trainable:
+            yield kind, group, index, group.averages[int(name)], home.begin, True, None

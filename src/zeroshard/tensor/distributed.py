@@ -130,6 +130,10 @@ class Owned(Distribution):
     def part(self) -> Part | None:
         return Part(0, self.shape[0] if self.absent else 0, self.shape[0], self.shape)
 
+    @cached_property
+    def stretch(self) -> int:
+        return 0
+
     def wrap(self, local: Tensor) -> Tensor:  # type: ignore[override]  # torch has no DTensor that is cut so
         return local
 

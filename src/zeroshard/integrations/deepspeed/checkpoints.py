@@ -156,7 +156,7 @@ class Checkpoints(Settings):
         runtime = runtime_of(self.module)
         if runtime.optimizer is None:
             return []
-        params, groups = self._own_parameters(), state_map.param_groups(self.module, runtime.optimizer)
+        params, groups = self._own_parameters(), state_map.param_groups(engine_of(self.module).slices("value"), runtime.optimizer)
         return [{name: params[name].shape for name in group["params"] if name in params} for group in groups]
 
     def _own_parameters(self) -> dict[str, nn.Parameter]:
