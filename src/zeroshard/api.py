@@ -193,11 +193,12 @@ def _shard(
     object.__setattr__(model, "_zeroshard", runtime)
     connect(runtime, axes.lines)
     hooks.attach(runtime)
+    engine = Engine(runtime)
     for each in attached:
-        each.attach(Engine(runtime), axes)
+        each.attach(engine, axes)
     init_context.give_values(model, device, made_on_meta, stored if weights is not None else None)
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
-        streaming.stream(runtime, found, stored)
+        streaming.stream(engine, engine.slices("value"), found, stored)
     if optimizer is not None:
         runtime.sharded_optimizer = shard_optimizer(optimizer, runtime)
     watch()

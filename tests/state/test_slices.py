@@ -8,6 +8,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.seam import engine_of
+from zeroshard.state.slices import loaded
 from zeroshard.testing import run_threads
 
 torch.manual_seed(0)
@@ -90,13 +91,14 @@ def test_values_are_written_with_their_masters(options):
         model, _ = stepped(rank, options)
         engine = engine_of(model)
         model._zeroshard.comm.fence_write()
-        for each in engine.slices("value"):
+        values = engine.slices("value")
+        for each in values:
             start, memory, put = each.receive(torch.float32, "cpu")
             shown = each.receive(torch.float32, "meta")
             assert (shown[0], shown[1].shape, shown[1].dtype) == (start, memory.shape, memory.dtype) and shown[1].is_meta
             memory.copy_(whole[each.name].view(-1)[start : start + memory.numel()])
             put(memory)
-            each.loaded()
+        loaded(values)
         model._zeroshard.comm.fence_read()
         found = zs.full_state_dict(model), zs.full_state_dict(model, masters=True)
         zs.close(model)

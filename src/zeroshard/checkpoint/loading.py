@@ -28,7 +28,7 @@ from ..memory.io.tensor_reader import Stored
 from ..optim import state_loading
 from ..optim.state_loading import SavedState
 from ..seam import engine_of
-from ..state.slices import StateSlice
+from ..state.slices import StateSlice, loaded
 from ..utils.host import ranks_here
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.verbs import begin
@@ -178,7 +178,6 @@ class _Loading:
         self.comm, self.model = stages.world, stages.model
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
-        self.values = engine_of(self.model).slices("value")
         self.left_out: list[StateSlice] = []  # parameters that the checkpoint leaves out
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
@@ -192,7 +191,7 @@ class _Loading:
     def compare(self, extra: dict[str, object]) -> dict[str, object]:
         """Find all of the model's entries; return the saved extras. Raise CheckpointMismatch with all entries that do not fit."""
         if self._by_stages or not self.opened.ours:
-            for each in self.values:
+            for each in self.stages.values:
                 self.aliases |= dict.fromkeys(each.names, each.name)
                 self.aliases.pop(each.name)
         if not self.opened.ours:
@@ -225,9 +224,9 @@ class _Loading:
             expanded = [name for buffer in safetensors.others_of(self.model)[0] if buffer.expanded for name in buffer.names]
             stored = [f"{holding.MODEL}{opened.saved_names.get(name, name)}" for name in expanded]
             check_tensors(opened.path, manifest, [name for name in stored if name in manifest.tensors])
-        fit = module_state.compare(self.model, self.values, opened.model, runtime.comm, self._by_stages or not opened.ours)
+        fit = module_state.compare(self.model, self.stages.values, opened.model, runtime.comm, self._by_stages or not opened.ours)
         self.found = fit.found
-        frozen = [each for each in self.values if not each.trainable] if opened.trained_only else []
+        frozen = [each for each in self.stages.values if not each.trainable] if opened.trained_only else []
         self.left_out = [each for each in frozen if fit.missing.pop(each.own_name, "")]
         of_stages, advice = self.stages.names if self.stages.several else set(), []
         same = {first for alias, first in opened.ties.items() if alias in fit.used} | opened.ties.keys() | of_stages
@@ -313,7 +312,7 @@ class _Loading:
             key for name, states in entries.items() for key, stored in states.items()
             if not isinstance(stored, Stored) or (stored.shape == () and shapes.get(name, ()) != ())
         }  # fmt: skip
-        for each in self.values:
+        for each in self.stages.values:
             name, shape, state = each.name, shapes.get(each.name, ()), SavedState()
             for key, stored in (entries.get(name) or entries.get(self._one(name), {})).items():
                 if not isinstance(stored, Stored):
@@ -437,7 +436,7 @@ class _Loading:
 
         def read() -> None:
             bulk = self.reading.bulk = Bulk(path, manifest, saver_of(self.runtime).pool)
-            safetensors.note(self.model, self.found, self.opened.model, bulk)
+            safetensors.note(self.model, self.stages.values, self.found, self.opened.model, bulk)
             if self.core is not None:
                 self._restore().note(bulk, has)
             available = available_nbytes()
@@ -461,15 +460,15 @@ class _Loading:
         runtime, reading = self.runtime, self.reading
         if self.core is not None:
             self.core.drain()  # a pending delayed update would overwrite the loaded masters
+        runtime.gate.refresh(runtime.groups)  # what the program wrote to parameters that are not in the checkpoint
         runtime.gate.outdate()
         runtime.zero_grad()
         runtime.topology.forget()
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
-        safetensors.stream(runtime, found, stored, False)
+        safetensors.stream(engine_of(self.model), self.stages.values, found, stored, False)
         computed = safetensors.read_computed(self.model, stored)
         refused = module_state.give_back(self.model, self.opened, computed, reading, self.comm.rank)
-        for each in self.values:
-            each.loaded()
+        loaded(self.stages.values)
         if self.core is not None:
             self._restore().put(write_over=True)
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):

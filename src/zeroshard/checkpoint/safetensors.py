@@ -29,7 +29,7 @@ from ..comm.codec import exchange_values
 from ..errors import ConfigError, OffloadIOError, ZeroshardError
 from ..memory.io.aligned import bytes_of, empty
 from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
-from ..seam import engine_of
+from ..seam import Engine, engine_of
 from ..state.slices import StateSlice
 from ..tensor.tiled_parameter import whole_name
 from ..utils.dtypes import casts_to
@@ -111,33 +111,35 @@ def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], computed: bool = True) -> None:
+def stream(
+    engine: Engine, values: list[StateSlice], found: dict[str, Stored], stored: dict[str, Stored], computed: bool = True
+) -> None:
     """Read this rank's slice of every found parameter (if replicated: all of it), and stored buffers. The rest keeps its values.
 
-    computed: also load tensors that hooks compute for the state dict.
+    values: the slices of parameters. computed: also load tensors that hooks compute for the state dict.
     """
-    model, comm = runtime.model, runtime.comm
+    model, comm = engine.model, engine.ranks
     comm.fence_write()
-    for at, start, values, put in _reads(model, found, stored, "cpu"):
-        at.read(start, values)
-        put(values)
+    for at, start, memory, put in _reads(model, values, found, stored, "cpu"):
+        at.read(start, memory)
+        put(memory)
     comm.fence_read()
     if computed:
         give_computed(model, read_computed(model, stored))
 
 
-def note(model: nn.Module, found: dict[str, Stored], stored: dict[str, Stored], bulk: Bulk) -> None:
+def note(model: nn.Module, values: list[StateSlice], found: dict[str, Stored], stored: dict[str, Stored], bulk: Bulk) -> None:
     """Tell `bulk` what `stream` and `read_computed` will read."""
-    for at, start, values, _ in _reads(model, found, stored, "meta"):
-        bulk.add(at, start, values)
+    for at, start, memory, _ in _reads(model, values, found, stored, "meta"):
+        bulk.add(at, start, memory)
     read_computed(model, stored, bulk)
 
 
 def _reads(
-    model: nn.Module, found: dict[str, Stored], stored: dict[str, Stored], device: str
+    model: nn.Module, values: list[StateSlice], found: dict[str, Stored], stored: dict[str, Stored], device: str
 ) -> Iterator[tuple[Stored, int, Tensor, Callable[[Tensor], object]]]:
     """Yield what this rank loads: (stored tensor, first element, memory for the elements (n,), what puts them into place)."""
-    for each in engine_of(model).slices("value"):
+    for each in values:
         if (at := found.get(each.own_name)) is not None:
             yield at, *each.receive(at.dtype, device)
     for buffer in others_of(model)[0]:

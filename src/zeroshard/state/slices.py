@@ -162,10 +162,11 @@ class StateSlice(NamedPart):
         copy_to_rest(stored, self.start, self.stop, self._elements, self._begin)
 
     def receive(self, given: torch.dtype, device: str) -> tuple[int, Tensor, Callable[[Tensor], object]]:
-        """Return what is to be loaded of a value stored in dtype `given`: (first element, memory (n,), what puts it into place).
+        """Return (first element, memory (n,), put): the caller fills the memory with the stored elements from the first on, then
+        calls `put(memory)`.
 
-        Of a replicated parameter that is all. The memory is fp32 if a master can hold what is stored. On "cpu" it may be the value's
-        own, to be written at once; on "meta" it only shows shape and dtype.
+        given: dtype of the stored tensor. A replicated parameter is read whole. The memory is fp32 if a master can hold what is
+        stored; it may be the value's own. device: "cpu", or "meta" to learn the size only.
         """
         assert self.kind == "value"
         group, masters = self._group, self._group.masters.rest
@@ -188,12 +189,12 @@ class StateSlice(NamedPart):
         if group.masters.rest is not None:
             group.masters.rest.store(group.homes[index].begin, values)
 
-    def loaded(self) -> None:
-        """Record that all ranks have loaded the value, its master and states: neither of them is newer than the others."""
-        assert self.kind == "value"
-        masters = self._group.masters
-        masters.traces = {key: trace for key, trace in masters.traces.items() if key[0] != self._index}
-        masters.written(self._index)
+
+def loaded(values: list[StateSlice]) -> None:
+    """Record, after a load on all ranks, that no value of these is newer than its master, and that all ranks agree on it."""
+    for each in values:
+        each._group.masters.traces.clear()
+        each._group.masters.written(each._index)
 
 
 def named_parts(model: nn.Module, specs: Iterable[ParamSpec]) -> list[NamedPart]:
