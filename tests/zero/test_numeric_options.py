@@ -243,3 +243,11 @@ def test_export(tmp_path, subtests):
     for given in ("0", "-1", "nan", "inf", "x"):
         with subtests.test(given=given), pytest.raises(UsageError, match="max-shard-gb"):
             export([str(tmp_path), str(tmp_path / "out"), f"--max-shard-gb={given}"])
+
+
+def test_the_two_names_of_the_shards_size_replace_each_other():
+    config = zs.Config(shard_size=4)
+    for name, other in (("shard_size", "mics_shard_size"), ("mics_shard_size", "shard_size")):
+        assert getattr(zs.Config.build(config, **{name: 2}), other) == 2
+    with pytest.raises(zs.ConfigError, match="mean the same"):
+        zs.Config.build(config, shard_size=2, mics_shard_size=3)
