@@ -37,8 +37,8 @@ def step_alone(
 ) -> tuple[Tensor, State, Options]:
     """Step one tensor, in place, with the optimizer's own class.
 
-    Return its value afterwards, which may lie elsewhere if the class replaces values, its states, and the options as the class has
-    left them. `inner` keeps no reference to them.
+    Return (value, states, options) after the step. The value lies elsewhere if the class replaces `p.data`. `inner` keeps no
+    reference to them.
     """
     leaf = nn.Parameter(param)
     leaf.grad = grad.to(leaf.dtype)

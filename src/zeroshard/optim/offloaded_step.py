@@ -73,7 +73,7 @@ class HostStepper(SlabStepper):
         self.pool = Arena(tiers.ledger, limit_nbytes, PAGE_NBYTES, lambda n: tiers.host_buffer(n, pin), Tier.HOST, self.turn)
         self._ahead: deque[Slab] = deque()  # slabs that are read ahead for the next step
         self._next: deque[Slab] = deque()  # the next step's slabs that are not read yet
-        self._following: deque[Slab] = deque()  # in a step: the same, since it is expected to step the same runs
+        self._following: deque[Slab] = deque()  # in a step: the slabs of the next one, if it steps the same runs
         self._uploads: list[Work] = []  # copies to the device in this step
 
     # -- the pipeline ----------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class HostStepper(SlabStepper):
             for job in jobs:
                 job.run.states.replace(job.after)
             self.drop_ahead()
-            self._next = self._following
+            self._next, self._following = self._following, deque()
         self.read_ahead()
 
     def _ready(self, jobs: list[Job]) -> Iterator[Slab]:

@@ -7,6 +7,7 @@ its run is split at that moment, and the optimizer's state with it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard, TypeVar
@@ -88,7 +89,7 @@ class RunStates:
     splitting a run copies only its scalars. Where the inner optimizer steps and keeps states as they are (`own`), each column of a run
     is a tensor (numel,) that the optimizer's class has made.
 
-    tensor: the run's. state: the inner optimizer's `state`, which has `own` states under the tensor; None: the run's are not there.
+    tensor: the run's. state: the inner optimizer's `state`, which has `own` states under the tensor; None: the run keeps its entries itself.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class RunStates:
         return columns[name]
 
     def column(self, name: str, dtype: torch.dtype) -> Rest | Tensor:
-        """Return a column for an entry of this name: the one that there is, else a new one, all zeros."""
+        """Return a column for an entry of this name: the one that there is, else a new one. The caller enters and fills it."""
         if not self.own:
             return self.shared(name, dtype)
         assert self.tensor is not None
@@ -234,8 +235,11 @@ class RunMaker:
         """Join neighbouring runs with states of equal kind, the reverse of `split`; runs, result: by the optimizer's groups."""
         kinds = {run: (number, run.states.kind()) for number, each in enumerate(runs) for run in each}
         result: list[list[Run]] = [[] for _ in runs]
+        of_group: dict[ParamGroup, dict[int, Run]] = defaultdict(dict)
+        for run in kinds:
+            of_group[run.group].update(dict.fromkeys(run.indices, run))
         for group in groups:
-            had = {index: run for run in kinds if run.group is group for index in run.indices}
+            had = of_group[group]
             keys = [kinds[had[index]] if index in had else None for index in range(len(group.params))]
             for (number, _), joined in self.runs(group, keys):
                 parts = list(dict.fromkeys(had[index] for index in joined.indices))

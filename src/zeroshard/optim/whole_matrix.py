@@ -153,7 +153,7 @@ class WholeStepper:
 
     @torch.no_grad()
     def step(self, runs: list[tuple[Run, Options]]) -> list[tuple[Run, Options]]:
-        """Step all runs, the same in the same order on all ranks (collective); return each with the options that its step has changed."""
+        """Step all runs, the same in the same order on all ranks (collective). Return (run, changed options) for each."""
         jobs = []
         for run, options in runs:
             entries = run.states.load()
