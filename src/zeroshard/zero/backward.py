@@ -10,21 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from ..utils import torch_compat
-from .unit import Unit
-
-
-@dataclass
-class _Tally:
-    """Count of one unit's gradients in this backward."""
-
-    arrived: set[int] = field(default_factory=set)  # numbers of parameters that have a gradient
-    since_left: set[int] = field(default_factory=set)  # the same, of this round (see `arrive`)
-    task: int = -1  # autograd's number of the (reentrant) backward that computed the newest gradients
 
 
 class Backward:
@@ -37,7 +25,6 @@ class Backward:
         """Construct it inside the backward; `at_end` is called when the backward ends, if it has begun."""
         self.begun = self.scaled = False
         self.thread: int | None = threading.get_ident()
-        self._tallies: dict[int, _Tally] = defaultdict(_Tally)  # by number of the unit
 
         def end() -> None:
             if self.begun:
@@ -50,25 +37,3 @@ class Backward:
     def alive(self) -> bool:
         """True until autograd has dropped the callback: the backward has ended or failed."""
         return self._end() is not None
-
-    def arrive(self, unit: Unit, number: int) -> tuple[bool, bool]:
-        """Count the gradient of a parameter. Return (it completes the unit in this backward, it completes a further round).
-
-        A round is complete when every parameter has got a gradient since the round before: there is one for each reentrant
-        checkpoint that uses the unit, since each runs a backward of its own.
-        """
-        tally, task = self._tallies[unit.number], torch_compat.graph_task()
-        if task != tally.task:
-            tally.task = task
-            tally.since_left.clear()
-        tally.since_left.add(number)
-        first = number not in tally.arrived
-        tally.arrived.add(number)
-        leaves = len(tally.since_left) == unit.expected
-        if leaves:
-            tally.since_left.clear()
-        return first and len(tally.arrived) == unit.expected, leaves
-
-    def awaits(self, unit: Unit) -> bool:
-        """True in the middle of a round (see `arrive`): some of the unit's gradients have come, and others are missing."""
-        return bool(self._tallies[unit.number].since_left)

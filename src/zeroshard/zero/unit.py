@@ -19,7 +19,7 @@ import weakref
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,13 @@ from ..utils import torch_compat
 from ..utils.autograd import memory_of
 from ..utils.tensor_tree import Exchanged
 from ..utils.torch_compat import references
-from .flat_buffer import GradientBuffer, ParameterBuffer
+from .flat_buffer import ParameterBuffer
 from .masters import Masters
 from .module_entries import ModuleEntries
 from .parameter import ParamHome, ParamSpec
+
+if TYPE_CHECKING:
+    from .reduction import GradientBuffer
 
 
 class Phase(Enum):
