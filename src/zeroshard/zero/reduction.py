@@ -146,14 +146,8 @@ class Reductions:
     """
 
     def __init__(
-        self,
-        units: list[Unit],
-        config: Config,
-        comm: DirectComm,
-        poll: Callable[[], None],
-        attendance: Attendance,
-        frozen: Freezing,
-    ) -> None:
+        self, units: list[Unit], config: Config, comm: DirectComm, poll: Callable[[], None], attendance: Attendance, frozen: Freezing,
+    ) -> None:  # fmt: skip
         """poll: called after each start of a reduction, to let other work on the host progress."""
         self.of, self.config, self.comm, self.poll = [Reduction(unit) for unit in units], config, comm, poll
         self.attendance, self.frozen = attendance, frozen
@@ -179,14 +173,10 @@ class Reductions:
             reduction.begin()
 
     def clear(self) -> None:
-        """Forget what has come and started, after a backward that raised."""
-        self._over()
-        self._late = {}
-
-    def _over(self) -> None:
+        """Forget what has come and started: all of it is reduced, or the backward has raised."""
         for reduction in self.of:
             reduction.started = False
-        self.touched, self._completed, self._departing = set(), [], []
+        self.touched, self._completed, self._departing, self._late = set(), [], [], {}
 
     @property
     def started(self) -> set[int]:
@@ -248,11 +238,12 @@ class Reductions:
             for index, spec in enumerate(group.specs):
                 if spec.number in params:
                     group.active[index] = True
+        late = self._late
         self._wait()
         if again:
-            for (group, index), grad in self._late.items():
-                group.gradients.add(index, grad, True)
-            self._late = {}
+            while late:  # each goes once it is in the send buffer
+                group, index = next(iter(late))
+                group.gradients.add(index, late.pop((group, index)), True)
             self.start(self.of[number] for number in sorted(again, reverse=True))  # one order on all ranks, which may match by it
             self._wait()
         try:
@@ -262,14 +253,13 @@ class Reductions:
                 group.gradients.discard()
                 group.active = [False] * len(group.specs)
             raise
-        each_unit = [reduction.unit for reduction in self.of]
         if self._frozen and self.comm.rank not in self._frozen:
             # without data: its own requires_grad may be that of earlier batches
             frozen = next(iter(self._frozen.values()))
-            told = {unit: {spec.number for group in unit.trainable for spec in group.specs} for unit in each_unit}
-            self._idle = {unit.number for unit, numbers in told.items() if numbers <= frozen}
+            told = {each.number: {spec.number for group in each.unit.trainable for spec in group.specs} for each in self.of}
+            self._idle = {number for number, params in told.items() if params <= frozen}
         else:
-            self._idle = {unit.number for unit in each_unit if not unit.expected}
+            self._idle = {each.number for each in self.of if not each.unit.expected}
 
     def agree(self) -> Agreed:
         """Return the units and parameters with gradients on any rank, and the units with late gradients (collective).
@@ -343,7 +333,7 @@ class Reductions:
             for work in [buffer.gather() for buffer in replicated]:
                 work.wait()
             self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites a buffer that peers still copy
-        self._over()
+        self.clear()
 
 
 def _bits(mask: int) -> set[int]:

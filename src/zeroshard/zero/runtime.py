@@ -12,6 +12,7 @@ same for all ZeRO stages: each unit's buffers know whether they are sharded, par
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -32,7 +33,6 @@ from ..utils.garbage import collect_garbage
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .attendance import Attendance
 from .auto_wrap import input_dtype
-from .backward import Backward
 from .gradient_account import GradientAccount
 from .mixed_precision import Progress
 from .model_changes import Freezing, ModelWatch, ValueWatch
@@ -43,6 +43,32 @@ from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
 from .unit import ModelForward, ParamGroup, Phase, Unit, UnitForward
 from .write_gate import WriteGate
+
+
+class Backward:
+    """State of one backward; a new object is made for each. begun: it has reached a unit; scaled: the loss scale was applied.
+
+    thread: number of the thread on which its first hook ran; None once it has failed. Autograd does not call the callback of a
+    backward that fails, and reports the failure to nobody: it only drops the callback. So this keeps a weak reference to it: a dead
+    one, before the end was reached, means that the backward failed.
+    """
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        """Construct it inside the backward; `at_end` is called when the backward ends, if it has begun."""
+        self.begun = self.scaled = False
+        self.thread: int | None = threading.get_ident()
+
+        def end() -> None:
+            if self.begun:
+                at_end()
+
+        self._end = weakref.ref(end)
+        torch_compat.at_end_of_backward(end)
+
+    @property
+    def alive(self) -> bool:
+        """True until autograd has dropped the callback: the backward has ended or failed."""
+        return self._end() is not None
 
 
 class Runtime:
