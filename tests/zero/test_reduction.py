@@ -60,9 +60,9 @@ def test_few_functions_lie_between_the_hook_of_autograd_and_the_collective(stage
 def test_a_unit_is_complete_once_and_a_round_may_come_again():
     model, _ = zs.shard(nn.Linear(2, 2), None)
     reduction = model._zeroshard.reductions.of[0]
-    assert reduction.arrive(0) == (False, False) and reduction.awaits
-    assert reduction.arrive(1) == (True, True) and not reduction.awaits
-    assert reduction.arrive(1) == (False, False) and reduction.awaits
+    assert reduction.arrive(0) == (False, False) and reduction.since_left
+    assert reduction.arrive(1) == (True, True) and not reduction.since_left
+    assert reduction.arrive(1) == (False, False) and reduction.since_left
     assert reduction.arrive(0) == (False, True)  # another round, as of a second checkpoint; the unit was complete before
     reduction.begin()
-    assert not reduction.awaits and reduction.arrive(1) == (False, False)
+    assert not reduction.since_left and reduction.arrive(1) == (False, False)

@@ -13,8 +13,8 @@ Two ranks and a unit of one parameter of three numbers; the layout pads it to fo
     rank 0   gradient 1 2 3    send buffer 1 2 3 0      mean's shard (1 + 5) / 2, (2 + 6) / 2 = 3 4
     rank 1   gradient 5 6 7    send buffer 5 6 7 0      mean's shard (3 + 7) / 2, (0 + 0) / 2 = 5 0
 
-Where rank 1 did not use the unit, rank 0 can not know it. Its reduction waits for rank 1, which learns at the end of its backward,
-by bit masks that ranks exchange, that the unit was used: it joins with zeros, and the shards are 0.5 1 and 1.5 0.
+Where rank 1 did not use the unit, the reduction waits for it: by bit masks that ranks exchange at the end of backward it learns
+that the unit was used, and joins with zeros. The shards are 0.5 1 and 1.5 0.
 
 A gradient that comes after its unit's reduction has started is *late*: several reentrant checkpoints use one parameter, and each runs
 a backward of its own. Late gradients wait for the end of the outer backward, where their units are reduced once more.
@@ -104,7 +104,7 @@ class Reduction:
     def begin(self) -> None:
         """Begin to count the gradients of another backward."""
         self._arrived: set[int] = set()  # numbers of parameters that have a gradient
-        self._since_left: set[int] = set()  # the same, of this round (see `arrive`)
+        self.since_left: set[int] = set()  # the same, of this round (see `arrive`): not empty in the middle of one
         self._task = -1  # autograd's number of the (reentrant) backward that computed the newest gradients
 
     def arrive(self, number: int) -> tuple[bool, bool]:
@@ -115,19 +115,14 @@ class Reduction:
         """
         if (task := torch_compat.graph_task()) != self._task:
             self._task = task
-            self._since_left.clear()
-        self._since_left.add(number)
+            self.since_left.clear()
+        self.since_left.add(number)
         first = number not in self._arrived
         self._arrived.add(number)
-        leaves = len(self._since_left) == self.unit.expected
+        leaves = len(self.since_left) == self.unit.expected
         if leaves:
-            self._since_left.clear()
+            self.since_left.clear()
         return first and len(self._arrived) == self.unit.expected, leaves
-
-    @property
-    def awaits(self) -> bool:
-        """True in the middle of a round (see `arrive`): some of the unit's gradients have come, and others are missing."""
-        return bool(self._since_left)
 
     def start(self, overlap: bool) -> None:
         """Start the collectives, with what has come so far. overlap: False gives each some time to end."""
@@ -166,11 +161,6 @@ class Reductions:
         self._agreed = False  # True once ranks have agreed on `_order` after a backward; until then: the model's, reversed
         self._idle: set[int] = set()  # units frozen as a whole in the last backward: `_order` does not wait for them
         self._frozen: dict[int, set[int]] = {}  # rank -> its frozen parameters at the end of this backward, if it has data
-
-    def begin(self) -> None:
-        """Begin to count the gradients of another backward."""
-        for reduction in self.of:
-            reduction.begin()
 
     def clear(self) -> None:
         """Forget what has come and started: all of it is reduced, or the backward has raised."""
@@ -433,7 +423,6 @@ class GradientBuffer:
         self._held[index] = True
 
     def _release_held(self) -> None:
-        """Drop the sums held back, and their memory."""
         if self._held_nbytes:
             self.ledger.strike(PARTIAL, self._held_nbytes)
         self._held_views, self._held_nbytes, self._held = [], 0, [False] * self._count

@@ -311,7 +311,7 @@ class Runtime:
             return args, kwargs
 
         def done() -> None:
-            awaits = self.backward is not None and self.reductions.of[unit.number].awaits
+            awaits = self.backward is not None and bool(self.reductions.of[unit.number].since_left)
             if not (awaits and unit.expected):  # else gradients still come
                 self.leave_backward(unit)
 
@@ -431,7 +431,8 @@ class Runtime:
         if self.in_backward:
             self._abandon()
         self.backward = Backward(self.end_backward)
-        self.reductions.begin()
+        for reduction in self.reductions.of:
+            reduction.begin()
         return self.backward
 
     def begin_unit_backward(self, unit: Unit) -> None:
