@@ -66,7 +66,7 @@ class Attendance:
     # -- the end of a backward -------------------------------------------------------------------------------
 
     def header(self) -> bytes:
-        """Return this rank's bytes, as many on every rank, for the exchange at the end of a backward."""
+        """Return this rank's bytes for the exchange at the end of a backward; the same number on every rank."""
         flags = _ENDED * self.serving | _LAST * self.last
         zeroed = (n & 0xFFFF for n in self.zeroed)
         return _HEADER.pack(flags, self.account.plain, *zeroed, len(self.calls), _digest(self.calls))

@@ -1,4 +1,4 @@
-"""Flat buffers of parameters: each has a layout, a placement and a tier; a gather changes its placement, a release gives back.
+"""Flat buffers of parameters: each has a layout, a placement and a tier; a gather changes its placement, a release undoes that.
 
 A buffer in placement SHARDED keeps one shard per rank; `full` has memory only between gather and release:
 its storage is resized to nothing and back, so views that autograd saved stay valid. Where all ranks map one memory

@@ -3,7 +3,7 @@
     gradient_hook            autograd has accumulated a parameter's gradient on this rank; `Reductions.take` takes it
       GradientBuffer.add     copies it into the send buffer of its group (zs.accumulate: adds it to sums that are held back)
       Reduction.arrive       counts it: was it the last one of its unit in this backward?
-      Reductions.due         a complete unit starts at once; on ordered communicators when its turn comes, the same on every rank
+      Reductions.complete    starts a complete unit at once; on ordered communicators when its turn comes, the same on every rank
       GradientBuffer.reduce  fills slots without a gradient with zeros and starts the collective: the send buffer -> the mean's shard
     Reductions.finish        at the end of backward: agree on what was used, start what is missing, wait
       GradientBuffer.finish  lands the shard where it rests: on the device, the host or a disk
@@ -28,7 +28,7 @@ import operator
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ def gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
         if completes:
             runtime.prefetcher.staged(runtime.in_training())
             if runtime.sync:
-                reductions.start(reductions.due(unit))
+                reductions.complete(unit)
         if leaves and unit.expected == unit.num_params:  # with frozen ones the marks on its inputs tell the end (`mark_inputs`)
             runtime.leave_backward(unit)
 
@@ -98,14 +98,17 @@ class Reduction:
     def __init__(self, unit: Unit) -> None:
         self.unit, self.number = unit, unit.number
         self.buffers = [group.gradients for group in unit.trainable]
+        self.departs = any(buffer.departure is not None for buffer in self.buffers)  # results go to another tier
         self.started = False
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin to count the gradients of another backward."""
         self._arrived: set[int] = set()  # numbers of parameters that have a gradient
         self.since_left: set[int] = set()  # the same, of this round (see `arrive`): not empty in the middle of one
         self._task = -1  # autograd's number of the (reentrant) backward that computed the newest gradients
+
+    def begin(self) -> None:
+        """Begin to count the gradients of another backward."""
+        self._arrived.clear()
+        self.since_left.clear()
+        self._task = -1
 
     def arrive(self, number: int) -> tuple[bool, bool]:
         """Count the gradient of a parameter. Return (it completes the unit in this backward, it completes a further round).
@@ -113,25 +116,17 @@ class Reduction:
         A round is complete when every parameter has got a gradient since the round before: there is one for each reentrant
         checkpoint that uses the unit, since each runs a backward of its own.
         """
+        arrived, since_left, expected = self._arrived, self.since_left, self.unit.expected
         if (task := torch_compat.graph_task()) != self._task:
             self._task = task
-            self.since_left.clear()
-        self.since_left.add(number)
-        first = number not in self._arrived
-        self._arrived.add(number)
-        leaves = len(self.since_left) == self.unit.expected
+            since_left.clear()
+        since_left.add(number)
+        first = number not in arrived
+        arrived.add(number)
+        leaves = len(since_left) == expected
         if leaves:
-            self.since_left.clear()
-        return first and len(self._arrived) == self.unit.expected, leaves
-
-    def start(self, overlap: bool) -> None:
-        """Start the collectives, with what has come so far. overlap: False gives each some time to end."""
-        self.started = True
-        with torch.no_grad():
-            for buffer in self.buffers:
-                buffer.reduce()
-                if not overlap:
-                    buffer.settle()
+            since_left.clear()
+        return first and len(arrived) == expected, leaves
 
 
 class Reductions:
@@ -146,14 +141,14 @@ class Reductions:
         """poll: called after each start of a reduction, to let other work on the host progress."""
         self.of, self.config, self.comm, self.poll = [Reduction(unit) for unit in units], config, comm, poll
         self.attendance, self.frozen = attendance, frozen
-        # NCCL and sums by a backend match collectives by the order in which ranks start them: an order that all have agreed on
+        # NCCL and sums by a backend match collectives by the order in which ranks start them. So they start in an order that all have agreed on
         self.in_order = comm.ordered or config.sums == "backend"
         self.groups = [group for unit in units for group in unit.groups]
         self.num_params = sum(len(group.specs) for group in self.groups)
         self.touched: set[int] = set()
         self.waits = True  # False: the end of a backward does not wait for reductions, `Runtime.flush` does
         self._completed: list[int] = []  # numbers of units with all gradients, in the order on this rank
-        self._departing: list[Reduction] = []  # those whose results are not on their way to their tier
+        self._departing: list[Reduction] = []  # those whose results have not reached their tier
         self._late: dict[tuple[ParamGroup, int], Tensor] = {}  # gradients that came after the reduction of their unit
         self._order = [unit.number for unit in reversed(units) if unit.expected]  # of reductions (ordered communicators)
         # the order in which rank 0 completed its units, for all backwards from the next one on
@@ -183,32 +178,38 @@ class Reductions:
         else:
             self._late[group, index] = grad.clone()
 
-    def due(self, unit: Unit) -> Iterator[Reduction]:
-        """Yield, for `start`, the reductions whose turn has come now that this unit is complete: its own, or those in order."""
+    def complete(self, unit: Unit) -> None:
+        """Start the reduction of a unit that has all its gradients, now or (ordered communicators) when its turn comes."""
         self._completed.append(unit.number)
         if not self.in_order:
-            yield self.of[unit.number]
+            self._start(self.of[unit.number])
         elif not self.attendance.ended:  # else `finish` starts all: ranks without data take part only there
             done = set(self._completed)
             for number in self._order:
-                if self.of[number].started or number in self._idle:
+                reduction = self.of[number]
+                if reduction.started or number in self._idle:
                     continue
                 if number not in done:  # later units must wait: all ranks start reductions in this order
                     return
-                yield self.of[number]
+                self._start(reduction)
 
-    def start(self, reductions: Iterable[Reduction]) -> None:
-        """Start reductions one after the other, and let earlier ones and other work on the host go on in between."""
-        for reduction in reductions:
-            reduction.start(self.config.overlap)
-            self.comm.poll()
+    def _start(self, reduction: Reduction) -> None:
+        """Start a unit's collectives, with what has come so far; then let earlier ones and other work on the host go on."""
+        reduction.started = True
+        with torch.no_grad():
+            for buffer in reduction.buffers:
+                buffer.reduce()
+                if not self.config.overlap:  # give it some time to end
+                    buffer.settle()
+        self.comm.poll()
+        if self._departing or reduction.departs:
             # results go to their tier, except this unit's: the stream would wait for its reduction
             for other in self._departing:
                 if other is not reduction:
                     for buffer in other.buffers:
                         buffer.depart()
             self._departing = [each for each in (*self._departing, reduction) if any(b.departing for b in each.buffers)]
-            self.poll()
+        self.poll()
 
     def finish(self, agreed: Agreed | None = None) -> None:
         """Run all reductions, then again those of units with late gradients (collective). agreed: result of `agree`, if called.
@@ -223,7 +224,8 @@ class Reductions:
             missing = sorted((number for number in self._order if number in missing), key=self._idle.__contains__)
             # not before: other ranks have started more, or fewer, of this backward's reductions in the order that it began with
             self._order, self._next = self._next or self._order, None
-        self.start(self.of[number] for number in missing)
+        for number in missing:
+            self._start(self.of[number])
         for group in self.groups:
             for index, spec in enumerate(group.specs):
                 if spec.number in params:
@@ -234,7 +236,8 @@ class Reductions:
             while late:  # each goes once it is in the send buffer
                 group, index = next(iter(late))
                 group.gradients.add(index, late.pop((group, index)), True)
-            self.start(self.of[number] for number in sorted(again, reverse=True))  # one order on all ranks, which may match by it
+            for number in sorted(again, reverse=True):  # the same order on all ranks: some communicators match collectives by it
+                self._start(self.of[number])
             self._wait()
         try:
             self.frozen.check_same(self._frozen)

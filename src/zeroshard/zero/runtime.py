@@ -546,7 +546,7 @@ class Runtime:
         """Start to reduce a pipeline's sums at the end of a step; `flush`, called on all ranks, waits for the reductions."""
         for unit in reversed(self.units):  # about the order in which backward would have completed them
             if any(group.gradients.holds for group in unit.trainable):
-                self.reductions.start(self.reductions.due(unit))
+                self.reductions.complete(unit)
 
     # -- the rest --------------------------------------------------------------------------------------------
 
