@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.comm.process_group import DistComm, _Collected, backend_for, talking_device
 from zeroshard.optim.state_loading import SavedState, scalars_for
-from zeroshard.zero import flat_buffer
+from zeroshard.zero import reduction
 from zeroshard.zero.runtime import runtime_of
 from zeroshard.zero.unit import Phase
 
@@ -92,7 +92,7 @@ def test_without_overlap_the_streams_wait_and_not_the_host(group, monkeypatch):
     def asleep(seconds):
         raise AssertionError("the host waits for a device")
 
-    monkeypatch.setattr(flat_buffer.time, "sleep", asleep)
+    monkeypatch.setattr(reduction.time, "sleep", asleep)
     model, optimizer = built(stage=2, comm=ordered(waits_on_host=False), overlap=False)
     trained(model, optimizer)
 

@@ -469,7 +469,7 @@ def test_units_do_not_wait_for_what_is_frozen():
         runtime, started = model._zeroshard, []
         freeze(model, "blocks.0", "blocks.1.up", "first")
         finish = runtime.reductions.finish
-        runtime.reductions.finish = lambda *agreed: (started.append(set(runtime.reductions._started)), finish(*agreed))
+        runtime.reductions.finish = lambda *agreed: (started.append(runtime.reductions.started), finish(*agreed))
         model(torch.ones(2, 7)).sum().backward()
         return started[0], {
             unit.number

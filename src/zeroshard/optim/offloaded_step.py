@@ -16,7 +16,7 @@ In a delayed update (`DelayedStep`; ZeRO-Offload, section 4.3) the step overlaps
     host            | step 1 | step 2 |          in a thread, the only one that uses masters and states while it runs
 
 Gradients that rest as shards are not copied for it: a group then has two resting places, and while the step reads one of
-them, backward writes into the other (zero/flat_buffer.py:hand_over).
+them, backward writes into the other (zero/reduction.py:hand_over).
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from ..config import Placement, Tier
 from ..errors import ConfigError, NonFiniteError, ShardedAccessError, ZeroshardError
 from ..memory.ledger import OPTIMIZER, claimed
 from ..utils.torch_compat import OWN_UNSCALING
-from ..zero.flat_buffer import square_sum
 from ..zero.gradient_account import Clipped
 from ..zero.out_of_memory import telling
 from ..zero.parameter import ParamHome
@@ -128,8 +127,8 @@ class OptimizerCore:
         """
         account = self.runtime.account
         scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # that this rank's reduced gradients carry
-        counted = [[group.gradients for group in core.stepped_groups if group.counts] for core in self.allied]
-        total = sum(square_sum(buffers, self.comm.streams) for buffers in counted) / scale**2
+        counted = [[group for group in core.stepped_groups if group.counts] for core in self.allied]
+        total = sum(self.runtime.reductions.square_sum(groups) for groups in counted) / scale**2
         watches, topology = [core.runtime.values for core in self.allied], self.runtime.topology
         fingerprints = [watch.fingerprint() for watch in watches]  # they show ranks that wrote different values
         # of several places the weights are compared, too: ranks along model axes see the same batches

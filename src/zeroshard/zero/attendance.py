@@ -23,7 +23,6 @@ from .unit import Phase, Unit
 
 _HEADER = struct.Struct("<BIHHHI")  # flags, backwards, calls of zero_grad, calls that every rank makes: number and digest
 _ENDED, _LAST = 1, 2  # flags: this rank's data has ended; it computes with its last batch (zs.stop_together)
-HEADER_NBYTES = _HEADER.size
 _MOST_CALLS = 32  # since the last backward; of more calls none is compared
 _NEXT = "what comes next"  # label of the message by which ranks with data announce an event
 
@@ -67,7 +66,7 @@ class Attendance:
     # -- the end of a backward -------------------------------------------------------------------------------
 
     def header(self) -> bytes:
-        """Return this rank's HEADER_NBYTES bytes for the exchange at the end of a backward."""
+        """Return this rank's bytes for the exchange at the end of a backward; the same number on every rank."""
         flags = _ENDED * self.serving | _LAST * self.last
         zeroed = (n & 0xFFFF for n in self.zeroed)
         return _HEADER.pack(flags, self.account.plain, *zeroed, len(self.calls), _digest(self.calls))

@@ -30,8 +30,9 @@ from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from .auto_wrap import Policy, casts
 from .ddp_interface import give_interface, take_interface
 from .out_of_memory import tell
+from .reduction import gradient_hook
 from .runtime import Runtime
-from .unit import ParamGroup, Unit
+from .unit import Unit
 
 _attached: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
 
@@ -53,7 +54,7 @@ def attach(runtime: Runtime) -> None:
                 module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
         for group in unit.trainable:  # by torch's method: a parameter's own one wraps hooks of the program (zero/user_hooks.py)
             for index, param in enumerate(group.compute):
-                runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, _gradient_hook(group, index)))
+                runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, gradient_hook(group, index)))
 
     def zero_grad(set_to_none: bool = True) -> None:
         """Drop or zero gradients as torch does, and also local sums, weights and norms, which `p.grad` does not show."""
@@ -94,18 +95,6 @@ def detach(runtime: Runtime) -> None:
         if getattr(module.__dict__.get(name), "func", None) is _REPLACEMENTS[name]:
             del module.__dict__[name]
     runtime.handles, runtime.compiled = [], []
-
-
-def _gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
-    # a weak reference: the collector does not see references of autograd's hooks, so a strong one would keep the model for ever
-    where = weakref.ref(group)
-
-    def hook(param: Tensor) -> None:
-        group = where()
-        if group is not None:
-            group.runtime.gradient(group.unit, group, index, param)
-
-    return hook
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -18,7 +18,6 @@ from ..tensor.distributed import Distribution, is_distributed
 from ..tensor.home import Home
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
-from .flat_buffer import square_sum
 from .user_hooks import ONE_OPTIMIZER, UserHook, other_optimizers
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ class ParamHome(Home):
             if not isinstance(home, ParamHome):
                 return home.unscale(homes, factor)  # raises
             of_group.setdefault(home.group, []).append(home)
-        squares, found = square_sum([group.gradients for group in of_group], self.comm.streams), False
+        squares, found = runtime.reductions.square_sum(of_group), False
         if not math.isfinite(squares):  # squares may overflow where no gradient does, and not once these are unscaled
             found = not all(torch.isfinite(home.fetch(True)).all() for home in homes)
             for group in of_group:

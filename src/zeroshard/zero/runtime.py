@@ -12,6 +12,7 @@ same for all ZeRO stages: each unit's buffers know whether they are sharded, par
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ from ..config import Config
 from ..errors import ModelClosed, ShardedAccessError, ZeroshardError
 from ..offload.moved_states import MovedStates
 from ..offload.storage import Tiers
-from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
+from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.tiled_parameter import Tile
 from ..utils import torch_compat
 from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
@@ -32,18 +33,43 @@ from ..utils.garbage import collect_garbage
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .attendance import Attendance
 from .auto_wrap import input_dtype
-from .backward import Backward
-from .grad_reducer import Agreed, Reductions
 from .gradient_account import GradientAccount
 from .mixed_precision import Progress
 from .model_changes import Freezing, ModelWatch, ValueWatch
 from .parameter import ParamHome
 from .prefetch import Prefetcher
+from .reduction import Agreed, Reductions
 from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
-from .unit import ModelForward, ParamGroup, Phase, Unit, UnitForward
+from .unit import ModelForward, Phase, Unit, UnitForward
 from .verbs import begin
 from .write_gate import WriteGate
+
+
+class Backward:
+    """State of one backward; a new object is made for each. begun: it has reached a unit; scaled: the loss scale was applied.
+
+    thread: number of the thread on which its first hook ran; None once it has failed. Autograd does not call the callback of a
+    backward that fails, and reports the failure to nobody: it only drops the callback. So this keeps a weak reference to it: a dead
+    one, before the end was reached, means that the backward failed.
+    """
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        """Construct it inside the backward; `at_end` is called when the backward ends, if it has begun."""
+        self.begun = self.scaled = False
+        self.thread: int | None = threading.get_ident()
+
+        def end() -> None:
+            if self.begun:
+                at_end()
+
+        self._end = weakref.ref(end)
+        torch_compat.at_end_of_backward(end)
+
+    @property
+    def alive(self) -> bool:
+        """True until autograd has dropped the callback: the backward has ended or failed."""
+        return self._end() is not None
 
 
 class Runtime:
@@ -165,7 +191,7 @@ class Runtime:
         self.training = False
         if not self.forwards:  # the outermost forward is over
             for unit in self.viewed:
-                if not unit.in_use and not self.prefetcher.lives_on(unit, self._in_training()):
+                if not unit.in_use and not self.prefetcher.lives_on(unit, self.in_training()):
                     unit.release()
             self.viewed.clear()
         if not torch.is_grad_enabled():
@@ -246,14 +272,14 @@ class Runtime:
             return output
         if output is not None:
             unit.check_unwritten()
-            self.prefetcher.staged(self._in_training())
+            self.prefetcher.staged(self.in_training())
             output = self._watch(unit, output, forward.first_node)
             if self.in_backward and unit.sharded and torch.is_grad_enabled() and not isinstance(unit.modules[0], Tile):
                 unit.in_backward = True  # recomputed: its backward follows at once (not a tile's: other tiles come first)
         if unit.in_backward or not unit.sharded:  # recomputed: the end of the unit's backward releases it
             return output
         unit.entries.swap_out()
-        if not self.prefetcher.lives_on(unit, self._in_training()) and not (self.forwards and unit in self.viewed):
+        if not self.prefetcher.lives_on(unit, self.in_training()) and not (self.forwards and unit in self.viewed):
             unit.release()
         return output
 
@@ -278,7 +304,7 @@ class Runtime:
             output = self.exit(unit, output)
         return output
 
-    def _in_training(self) -> bool:
+    def in_training(self) -> bool:
         """True in a training step, also where reentrant checkpointing disables gradients: selects the schedule's record."""
         return torch.is_grad_enabled() or self.training or self.in_backward
 
@@ -289,8 +315,9 @@ class Runtime:
             return args, kwargs
 
         def done() -> None:
-            if self.backward is None or not self.backward.awaits(unit) or not unit.expected:  # else gradients still come
-                self._leave_backward(unit)
+            awaits = self.backward is not None and bool(self.reductions.of[unit.number].since_left)
+            if not (awaits and unit.expected):  # else gradients still come
+                self.leave_backward(unit)
 
         marked = dict(zip(map(id, tensors), Marked.apply(done, *tensors), strict=True))
         unit.inside.given = Exchanged(lambda tensor: marked.get(id(tensor), tensor), (args, kwargs))
@@ -300,7 +327,7 @@ class Runtime:
         """Gather the unit, install its compute parameters in the modules, and start to gather the units that follow it."""
         if self.closed:
             raise ModelClosed("this model was closed with zs.close().")
-        training = backward or self._in_training()
+        training = backward or self.in_training()
         if training:
             self._take_part(Visit(unit.number, backward))
         self.schedule.visit(Visit(unit.number, backward), training)
@@ -408,6 +435,8 @@ class Runtime:
         if self.in_backward:
             self._abandon()
         self.backward = Backward(self.end_backward)
+        for reduction in self.reductions.of:
+            reduction.begin()
         return self.backward
 
     def begin_unit_backward(self, unit: Unit) -> None:
@@ -436,30 +465,8 @@ class Runtime:
         if unit.pinned:  # inside zs.gathered, whose whole copies are not the memory that autograd saved handles of
             self._open(unit, backward=True)
 
-    def gradient(self, unit: Unit, group: ParamGroup, index: int, param: Tensor) -> None:
-        """Move a parameter's accumulated local gradient to the send buffer; start to reduce the unit if it was the last one."""
-        self.begin_backward()
-        grad = local_grad(param)
-        if grad is None:  # a hook of the program has dropped it
-            return
-        clear_local_grad(param)  # autograd's reference goes before the next gradient comes: at most one exists twice
-        grad = grad if grad.layout is torch.strided else grad.to_dense()  # nn.Embedding(sparse=True) gives sparse ones
-        if torch.is_grad_enabled():  # create_graph=True: the gradient's own graph must not grow into the buffer
-            with torch.no_grad():
-                self.reductions.take(unit, group, index, grad.detach(), self.sync)
-        else:
-            self.reductions.take(unit, group, index, grad, self.sync)
-        self.account.came()
-        assert self.backward is not None, "gradients come inside of one"
-        completes, leaves = self.backward.arrive(unit, group.specs[index].number)
-        if completes:
-            self.prefetcher.staged(self._in_training())
-            if self.sync:
-                self.reductions.start(unit)
-        if leaves and unit.expected == unit.num_params:  # with frozen ones the marks on its inputs tell the end (`mark_inputs`)
-            self._leave_backward(unit)
-
-    def _leave_backward(self, unit: Unit) -> None:
+    def leave_backward(self, unit: Unit) -> None:
+        """End the unit's backward, if it has begun: release the unit."""
         if not unit.in_backward:
             return
         unit.in_backward = False
@@ -481,7 +488,7 @@ class Runtime:
         if self.sync and self.reductions.waits:
             self.reduce_all()
         for unit in self.units:
-            self._leave_backward(unit)
+            self.leave_backward(unit)
         self.schedule.end(training=True)
         self.backward = None
         self.account.backwards += 1
@@ -534,7 +541,7 @@ class Runtime:
         for group in self.groups:
             for index, param in enumerate(group.compute):
                 if id(param) in given:
-                    self.reductions.take(group.unit, group, index, given[id(param)], False)
+                    self.reductions.take(group, index, given[id(param)], False)
                     self.account.came()
         self.account.ending()
         self.account.backwards += 1
@@ -543,7 +550,7 @@ class Runtime:
         """Start to reduce a pipeline's sums at the end of a step; `flush`, called on all ranks, waits for the reductions."""
         for unit in reversed(self.units):  # about the order in which backward would have completed them
             if any(group.gradients.holds for group in unit.trainable):
-                self.reductions.start(unit)
+                self.reductions.complete(unit)
 
     # -- the rest --------------------------------------------------------------------------------------------
 

@@ -35,11 +35,12 @@ from ..utils.host import host_identity
 from ..utils.state_format import StateFormat
 from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import ROOT, UnitPlan, partition
-from .flat_buffer import GradientBuffer, ParameterBuffer
+from .flat_buffer import ParameterBuffer
 from .out_of_memory import FAILURES, tell_shortage
 from .parameter import ParamSpec
 from .prefetch import most_gathered
 from .rank_consistency import optimizer_groups
+from .reduction import GradientBuffer
 from .unit import ParamGroup, Unit
 from .user_hooks import adopt
 

@@ -36,12 +36,13 @@ from ..utils import torch_compat
 from ..utils.autograd import memory_of
 from ..utils.tensor_tree import Exchanged
 from ..utils.torch_compat import references
-from .flat_buffer import GradientBuffer, ParameterBuffer
+from .flat_buffer import ParameterBuffer
 from .masters import Masters
 from .module_entries import ModuleEntries
 from .parameter import ParamHome
 
 if TYPE_CHECKING:
+    from .reduction import GradientBuffer
     from .runtime import Runtime
     from .shard_model import GroupLayout
 
