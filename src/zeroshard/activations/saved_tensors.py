@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 import threading
 import weakref
@@ -183,9 +182,11 @@ class Store:
             self.messages.append(message)
             if not message.partition(": ")[2].startswith("0 ->") and self.speaks:  # the first allocation is not printed
                 print(f"zeroshard: {message}", file=sys.stderr)
-        held = (memory_of(param) for param in self.model.parameters())
-        storages = (tensor.untyped_storage() for tensor in held if tensor.layout is torch.strided)
-        self._parameters = {torch_compat.storage_id(storage): StorageWeakRef(storage) for storage in storages}
+        self._parameters = {}
+        for held in map(memory_of, self.model.parameters()):
+            if held.layout is torch.strided:
+                storage = held.untyped_storage()
+                self._parameters[torch_compat.storage_id(storage)] = StorageWeakRef(storage)
 
     # -- unpack ----------------------------------------------------------------------------------------------
 
@@ -199,8 +200,12 @@ class Store:
         self._reap()
         with torch.no_grad(), self._aborting():
             self.slices.agree(packed.forward)
-            before = (kept for number, kept in reversed(self._live.items()) if number < packed.number)
-            wanted = [packed.kept, *itertools.islice(before, self.prefetch)]  # which backward needs next
+            wanted = [packed.kept]  # and the `prefetch` slices packed before it, which backward needs next
+            for number in reversed(self._live):
+                if len(wanted) > self.prefetch:
+                    break
+                if number < packed.number:
+                    wanted.append(self._live[number])
             for kept in self._ahead:
                 if kept not in wanted:
                     self.backing.done(kept)  # backward went in another order than expected

@@ -15,6 +15,7 @@ short-lived tensors interleave and memory is fragmented). So the first step meas
 from __future__ import annotations
 
 import bisect
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,10 @@ class Space:
         nbytes = self.rounded(max(nbytes, 1))
         for index, (begin, end) in enumerate(self._free):
             if end - begin >= nbytes:
-                self._free[index : index + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
+                if end - begin > nbytes:
+                    self._free[index] = (begin + nbytes, end)
+                else:
+                    del self._free[index]
                 self.used_nbytes += nbytes
                 return begin
         return None
@@ -72,11 +76,14 @@ class Space:
         """Free the `nbytes` bytes at an offset that `take(nbytes)` returned."""
         nbytes = self.rounded(max(nbytes, 1))
         self.used_nbytes -= nbytes
-        index = bisect.bisect(self._free, (offset, 0))
-        before, after = self._free[:index], self._free[index:]
-        begin = before.pop()[0] if before and before[-1][1] == offset else offset
-        end = after.pop(0)[1] if after and after[0][0] == offset + nbytes else offset + nbytes
-        self._free = [*before, (begin, end), *after]
+        begin, end = offset, offset + nbytes
+        index = bisect.bisect(self._free, (begin, 0))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == begin:
+            index -= 1
+            begin = self._free.pop(index)[0]
+        self._free.insert(index, (begin, end))
 
 
 @dataclass(eq=False)
@@ -85,16 +92,13 @@ class Kept:
 
     numel: int
     dtype: torch.dtype
+    nbytes: int
     space: Space | None = None  # the free list in which it has a slot, at `offset`; None: an allocation of its own
     offset: int = -1
     memory: Tensor | None = None  # (numel,), if it rests in memory
     file: File | None = None  # if it rests in one
     writing: Work = OVER  # the write or copy that must finish before the slice can be read
     ahead: tuple[Tensor, Work] | None = None  # the read or copy that `fetch` started, and the memory that it fills
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 class Backing(ABC):
@@ -171,7 +175,7 @@ class MemoryBacking(Backing):
     def put(self, part: Tensor, numel: int) -> Kept:
         while self._dying and all(copy.done() for copy in self._dying[0][1:]):
             del self._dying[0]
-        kept = Kept(numel, part.dtype)
+        kept = Kept(numel, part.dtype, numel * part.dtype.itemsize)
         offset = self._space.take(kept.nbytes)
         if offset is None:
             memory = self._allocate(kept.nbytes)
@@ -301,14 +305,14 @@ class DiskBacking(_DiskBacking):
         self._checked_nbytes = arena_nbytes
         self.engine = Engine(checksum=offload.checksum)
         self._files: list[tuple[File, Space]] = []
-        self._newest = Then(OVER, Work)  # the newest slice's copy to its host buffer, and then its write
-        self._dying: list[tuple[Kept, Work]] = []  # dropped slices that may still be being written, or read by this request
+        self._newest = Then(OVER, Work)  # on a separate device: the newest slice's copy to its host buffer, and then its write
+        self._dying: list[Kept] = []  # dropped slices that may still be being written or read
         if arena_nbytes:
             self._add_file(arena_nbytes)
 
     def put(self, part: Tensor, numel: int) -> Kept:
         self._bury()
-        kept = Kept(numel, part.dtype)
+        kept = Kept(numel, part.dtype, numel * part.dtype.itemsize)
         self._check_space(kept.nbytes)
         buffer = self.buffers.take_fitting(kept.nbytes)
         for found in self._files:
@@ -322,19 +326,21 @@ class DiskBacking(_DiskBacking):
         (kept.file, kept.space), kept.offset = found, offset
         self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
         copy = self.links.copy(_as(buffer, kept)[: part.numel()], part, Tier.DEVICE, Tier.HOST)
-        before, self._newest = self._newest, Then(copy, lambda: self._request(kept, buffer, writes=True))
-        kept.writing = self._newest
-        # on a separate device the copy of the slice before has had a block's time to finish: wait for it, and start its write
-        (before if self.links.separate else self._newest).start()
+        if self.links.separate:
+            before, self._newest = self._newest, Then(copy, functools.partial(self._write, kept, buffer))
+            kept.writing = self._newest
+            before.start()  # the copy of the slice before has had a block's time to finish: wait for it, and start its write
+        else:
+            kept.writing = self._write(kept, buffer)
         self.buffers.give(buffer, kept.writing)
         return kept
 
-    def _request(self, kept: Kept, buffer: Tensor, *, writes: bool) -> Work:
-        """Start to write a slice from a host buffer to its file, or to read it."""
+    def _write(self, kept: Kept, buffer: Tensor) -> Work:
+        """Start to write a slice from a host buffer to its file."""
         assert kept.file is not None
-        request = (self.engine.write if writes else self.engine.read)(kept.file, kept.offset, _as(buffer, kept))
-        self.ledger.move(*((Tier.HOST, Tier.DISK) if writes else (Tier.DISK, Tier.HOST)), kept.nbytes)
-        return request
+        write = self.engine.write(kept.file, kept.offset, _as(buffer, kept))
+        self.ledger.move(Tier.HOST, Tier.DISK, kept.nbytes)
+        return write
 
     def _check_space(self, nbytes: int) -> None:
         """Raise SwapError if the disk has no space for one more slice (at the first: also for those expected to follow)."""
@@ -364,9 +370,11 @@ class DiskBacking(_DiskBacking):
     def fetch(self, kept: Kept, wait: bool) -> None:
         if kept.ahead is not None or not (wait or kept.writing.done()):
             return
+        assert kept.file is not None
         kept.writing.wait()
         buffer = self.buffers.take_fitting(kept.nbytes)
-        kept.ahead = (buffer, self._request(kept, buffer, writes=False))
+        kept.ahead = (buffer, self.engine.read(kept.file, kept.offset, _as(buffer, kept)))
+        self.ledger.move(Tier.DISK, Tier.HOST, kept.nbytes)
 
     def get(self, kept: Kept) -> Tensor:
         self.fetch(kept, wait=True)
@@ -382,18 +390,20 @@ class DiskBacking(_DiskBacking):
         return target
 
     def drop(self, kept: Kept) -> None:
-        self._dying.append((kept, OVER if kept.ahead is None else kept.ahead[1]))
+        if kept.ahead is not None:
+            kept.writing = kept.ahead[1]  # a read, which began when the write was over: now the slot is free after it
+        self._dying.append(kept)
         super().drop(kept)
 
     def _bury(self) -> None:
         """Free the slots of dropped slices whose requests are done; an old one could else run after the slot's next write."""
         dying, self._dying = self._dying, []
-        for kept, reading in dying:
-            if kept.writing.done() and reading.done():
+        for kept in dying:
+            if kept.writing.done():
                 assert kept.space is not None
                 kept.space.give(kept.offset, kept.nbytes)
             else:
-                self._dying.append((kept, reading))
+                self._dying.append(kept)
 
     def close(self) -> None:
         super().close()
@@ -406,7 +416,7 @@ class ImaginedDiskBacking(_DiskBacking):
     """DiskBacking of a dry run: it takes host buffers and counts transfers, but writes nothing."""
 
     def put(self, part: Tensor, numel: int) -> Kept:
-        kept = Kept(numel, part.dtype)
+        kept = Kept(numel, part.dtype, numel * part.dtype.itemsize)
         buffer = self.buffers.take_fitting(kept.nbytes)
         self.links.imagine(*self.path, nbytes=kept.nbytes)
         self.buffers.give(buffer)

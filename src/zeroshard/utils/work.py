@@ -40,13 +40,13 @@ class Then(Work):
         return self.second
 
     def done(self) -> bool:
-        return (self.second is not None or self.first.done()) and self.start().done()
+        return (self.second is not None or self.first.done()) and (self.second or self.start()).done()
 
     def wait(self) -> None:
-        self.start().wait()
+        (self.second or self.start()).wait()
 
     def join(self) -> None:
-        self.start().join()
+        (self.second or self.start()).join()
 
 
 def pause(begin: float) -> None:
