@@ -581,3 +581,36 @@ def test_a_slice_that_is_read_in_vain_keeps_its_place_until_then(tmp_path):
         last = backing.put(torch.full((4096,), float(value)), 4096)
     assert torch.equal(backing.get(last), torch.full((4096,), 3.0))
     backing.close()
+
+
+def test_a_read_in_vain_keeps_its_slot(tmp_path):
+    """Backward in another order gives back a copy whose read still runs: the slot is not written again before that read is over."""
+
+    class Held(Syscalls):
+        def preadv(self, file, buffers, offset):
+            done = super().preadv(file, buffers, offset)
+            if offset == held:
+                assert go.wait(10)
+            return done
+
+    go, held = threading.Event(), None
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    offload = zs.Offload("nvme", path=str(tmp_path), checksum=True, any_filesystem=True)
+    zs.checkpoint_activations(model, blocks=["Linear"], offload=offload, min_numel=1, prefetch=1, arena_nbytes=3 * 4096)
+    store = store_of(model)
+    store.backing.engine.calls = Held()
+    store.begin_forward(model)
+    packed = [store.pack(torch.full((1024,), float(i), requires_grad=True), "x") for i in range(3)]
+    for kept in store._live.values():
+        kept.writing.wait()
+    held = slot = packed[1].kept.offset
+    store.unpack(packed[2])  # starts to read packed[1]
+    store.unpack(packed[0])  # another order: packed[1]'s copy is given back while it is read
+    del packed[1]
+    gc.collect()
+    store.begin_forward(model)
+    again = store.pack(torch.full((1024,), 9.0, requires_grad=True), "y")
+    assert again.kept.offset != slot
+    go.set()
+    for number in range(6):
+        store.pack(torch.full((1024,), float(number), requires_grad=True), "z")  # no error of the read's checksum

@@ -99,6 +99,7 @@ class Kept:
     file: File | None = None  # if it rests in one
     writing: Work = OVER  # the write or copy that must finish before the slice can be read
     ahead: tuple[Tensor, Work] | None = None  # the read or copy that `fetch` started, and the memory that it fills
+    vain: Work | None = None  # the newest read whose copy was released before it was over; its slot waits for it
 
 
 class Backing(ABC):
@@ -277,8 +278,9 @@ class _DiskBacking(Backing):
     def done(self, kept: Kept) -> None:
         if kept.ahead is not None:
             buffer, read = kept.ahead
-            self.buffers.give(buffer, None if read.done() else read)  # if it is done, `get` has raised its error, if any
-            kept.ahead = None
+            pending = None if read.done() else read  # if it is done, `get` has raised its error, if any
+            self.buffers.give(buffer, pending)
+            kept.ahead, kept.vain = None, pending or kept.vain
 
     def close(self) -> None:
         self.buffers.close()
@@ -390,16 +392,14 @@ class DiskBacking(_DiskBacking):
         return target
 
     def drop(self, kept: Kept) -> None:
-        if kept.ahead is not None:
-            kept.writing = kept.ahead[1]  # a read, which began when the write was over: now the slot is free after it
-        self._dying.append(kept)
         super().drop(kept)
+        self._dying.append(kept)
 
     def _bury(self) -> None:
         """Free the slots of dropped slices whose requests are done; an old one could else run after the slot's next write."""
         dying, self._dying = self._dying, []
         for kept in dying:
-            if kept.writing.done():
+            if kept.writing.done() and (kept.vain is None or kept.vain.done()):
                 assert kept.space is not None
                 kept.space.give(kept.offset, kept.nbytes)
             else:
