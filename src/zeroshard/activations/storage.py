@@ -8,8 +8,9 @@
 Copies, host memory, files and requests are those of the tiers (offload/storage.py). What is particular here: slices come and go
 like a stack, sizes are known when a slice comes, and a failure of the disk ends a backward, not the use of the model.
 
-Every slice has a slot in an *arena* of constant size, in memory or in a file (ZeRO, arXiv 1910.02054, 6.3: without it, long- and
-short-lived tensors interleave and memory is fragmented). So the first step measures the need, and later steps allocate nothing.
+Slices have slots in an *arena* of constant size, in memory or in a file (ZeRO, arXiv 1910.02054, 6.3: without it, long- and
+short-lived tensors interleave and memory is fragmented). The first step measures the need, so later steps allocate nothing, unless
+one needs more: a slice beyond the arena has memory of its own. On a CPU the device's memory is the host's.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Links:
         self.device, self.streams, self.ledger, self.separate = device, streams, ledger, streams.separate_host
 
     def host_buffer(self, nbytes: int, pin: bool = True) -> Tensor:
-        """Return page-aligned host memory (nbytes,) uint8, pinned where there is a GPU."""
+        """Return page-aligned host memory (nbytes,) uint8, pinned if `pin`, where there is a GPU."""
         with making():
             return empty_aligned(nbytes, pin=pin and self.device.type == "cuda")
 

@@ -2,7 +2,8 @@
 
     engine_of(model).snapshot()     --->  Snapshot  --->  zs.report, zs.forecast, plans: they read nothing else of the engine
 
-A snapshot is of the moment at which it was taken, and is no part of the engine: to read it waits for nothing and changes nothing.
+A snapshot is of the moment at which it was taken; reading it waits for nothing and changes nothing. To take one may take over an
+optimizer that was made since zs.shard.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ class GroupSnapshot:
     """Parameters of one unit that share a flat buffer.
 
     Attributes:
-        numel: elements of the parameters. aligned_numel: with the padding after each. shard_numel: of a rank's shard, padded.
+        numel: elements of this rank's part of the parameters (tp, experts, tiles). aligned_numel: with the padding after each. shard_numel: of a rank's shard, padded.
         ranks: number of ranks over which it is sharded and reduced.
         dtype: of the values. sharded: each rank keeps a shard of the values at rest, not all of them.
         gradient: dtype in which the gradient rests, on `gradient_tier`; None: the parameters are frozen.
         stepped: dtype of the values that the optimizer steps. stepped_params: elements of each parameter that it steps.
         states_tier: the tier of masters and optimizer states.
-        master_nbytes: bytes at rest of an element's master; 0: it has none; fewer than of `stepped`: the values are its upper half.
-        states_nbytes: those of its optimizer states; 0 before the first step. coded: they rest in another form than stepped.
+        master_nbytes: bytes at rest of an element's master; 0: it has none; fewer than `stepped`
+            has: it is split, and the values are its upper half.
+        states_nbytes: those of its optimizer states, as if all its parameters were stepped; 0 before the first step, and of frozen
+            ones. coded: they rest encoded.
         sent: bytes that this rank sends in a step of one backward, by formula.
-        moved_by_pass: bytes for an element of the shard that a forward and a backward move between tiers, by link.
-        moved_by_step: the same of optimizer.step(); before the first one with the states that it will make.
+        moved_by_pass: bytes that a forward and a backward move between tiers, by link, for each element of the shard.
+        moved_by_step: the same of optimizer.step(), before the first one with the states that it will make; {} of frozen ones.
     """
 
     numel: int
@@ -73,7 +76,7 @@ class Snapshot:
         input_dtype: the dtype to which floating-point inputs of the model are cast; None: they are not.
         has_optimizer: an optimizer steps the parameters. steps: its steps so far.
         units: (name, groups), in the order of forward.
-        host_runs: the tensors that the host steps one after another: (group, elements).
+        host_runs: the ranges that the host steps one after another: (group, elements).
         held: bytes now by tier and category of memory/ledger.py. peak: the most so far on the device, by category.
         moved: bytes moved between tiers so far, by link, without those read ahead for a later step.
         traffic: the collectives so far, by kind. sent_by_axis: the bytes that this rank has sent in them, by axis of the mesh.
@@ -128,7 +131,7 @@ def snapshot_of(runtime: Runtime) -> Snapshot:
 
 
 def _group(group: ParamGroup, runtime: Runtime, core: OptimizerCore | None, plain: float) -> GroupSnapshot:
-    """Return the snapshot of a group. plain: bytes for an element of states that the inner optimizer keeps itself."""
+    """Return the snapshot of a group. plain: bytes for an element of states that the inner optimizer keeps itself, by its first."""
     layout, values, grads, masters = group.layout, group.values, group.grads, group.masters
     separate, steps = runtime.tiers.separate, grads is not None and core is not None
     stepped = core.group_of if core is not None and steps else {}
@@ -141,7 +144,7 @@ def _group(group: ParamGroup, runtime: Runtime, core: OptimizerCore | None, plai
         stepped_params=tuple(s.numel for p, s in zip(group.params, layout.slots, strict=True) if id(p) in stepped),
         states_tier=group.offload.tier, coded=group.plan.coded,
         master_nbytes=0 if masters.rest is None else masters.rest.nbytes_of(1),
-        states_nbytes=columns if group.columns or group.plan.coded else plain,
+        states_nbytes=0.0 if grads is None else columns if group.columns or group.plan.coded else plain,
         sent=_sent(group, runtime.config),
         moved_by_pass=_by_link(_moves_of_pass(group, separate), separate),
         moved_by_step=_by_link(_moves_of_step(group, columns) if steps else (), separate),

@@ -25,7 +25,10 @@ OVER = Work()
 
 
 class Then(Work):
-    """A running operation and one that follows it, which starts when `start`, `done` or `wait` is called."""
+    """A running operation and one that follows it.
+
+    `start`, `wait` and `join` wait for the first and start the second; `done`, which a poll calls, starts it if the first is over.
+    """
 
     def __init__(self, first: Work, follow: Callable[[], Work]) -> None:
         self.first, self.follow = first, follow

@@ -107,11 +107,14 @@ def connect(runtime: Runtime, lines: Mapping[str, Parts]) -> None:
 
 
 def attachments(axes: Axes) -> list[Any]:
-    """Return the modules of this package that the rows of a mesh's axes attach to a model, in the order in which to attach them.
+    """Return the modules of activations/ that the rows of a mesh's axes attach to a model, in the order in which to attach them.
 
     Each has `attach(engine, axes)`, and may have `check(model)`, which raises ConfigError before anything is changed.
     """
-    cuts = frozenset() if axes.divided is None else axes.divided.axes  # those of data parallelism, of any size
+    cuts = (
+        frozenset() if axes.divided is None else axes.divided.axes
+    )  # an axis that divides experts attaches even if it has one rank
+    # attention along sp is attached before the router's loss, which ep attaches as well
     rows = [row for row in reversed(AXES.values()) if axes.size(row.name) > 1 or row.name in cuts]
     names = dict.fromkeys(name for row in rows for name in row.attaches)
     return [import_module(f"..activations.{name}", __package__) for name in names]  # above this module: they use the seam

@@ -169,7 +169,7 @@ class Bucket:
 
 
 def buckets_of(layers: Sequence[LayerProfile], max_unit_numel: int | None = None, ep: int = 1) -> list[Bucket]:
-    """Return the units that zs.shard makes, in the order in which forward comes to them, the root first; of one with experts two
+    """Return the buckets of the units that zs.shard makes, in the order in which forward comes to them, the root first; of one with experts two
     buckets of one name, if several ranks along ep divide them.
 
     max_unit_numel: larger ones are split, a matrix in each part; the runtime adds its bias to it, which differs only in padding.
@@ -256,7 +256,7 @@ class Profile:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  # a profile lives as long as a search
     def over(self, ep: int) -> Profile:
-        """Return the profile of a rank's part along ep: layers of the root that are large beside its blocks have own buckets."""
+        """Return the profile of a rank's part along ep: layers of the root that are large beside its blocks get buckets of their own."""
         if ep == 1 or not self.experts:
             return self
         block = max(layer.numel - sum(layer.experts) * (ep - 1) // ep for layer in self.blocks)
