@@ -53,12 +53,12 @@ from .contenders import OFFLOADS
 from .micro import one_line
 from .plan import SOCKET_CONTENDERS, Contender, ModelShape, Rounds, Workload
 from .predictions import Case
-from .race import Outcome, missing_reason, race
+from .race import Outcome, compared_losses, missing_reason, race
 from .sections import swap_folder
-from .statistics import LOSS_TOLERANCE, compared_losses
 from .tables import Measured, Row
 from .worker import parameter_count
 from .worker_group import Team, TeamFailed
+from .workload import build_llama
 
 TINY = ModelShape(vocab_size=64, seq_len=32, dim=32, layers=3, heads=2)
 BILLION = ModelShape(vocab_size=32768, seq_len=1024, dim=2048, layers=24, heads=16)  # 1.3B parameters
@@ -176,19 +176,11 @@ def tests(part: Part) -> None:
 # -- plans ---------------------------------------------------------------------------------------------------------------
 
 
-def _llama(vocab: int, dim: int, hidden: int, layers: int, heads: int, kv_heads: int) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocab, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, use_cache=False, tie_word_embeddings=True,
-    ))  # fmt: skip
-
-
 def six(dry: bool) -> list[Case]:
     """Return the six models whose peaks are compared with their plans, with options of zs.shard; in a dry run all are tiny."""
     bf16, batch = {"precision": "bf16"}, (2, 16) if dry else (4, 1024)
-    llama = partial(_llama, *((512, 128, 256, 2, 2, 1) if dry else (128256, 2048, 8192, 16, 32, 8)))
+    sizes = (512, 128, 256, 2, 2, 1) if dry else (128256, 2048, 8192, 16, 32, 8)
+    llama = partial(build_llama, *sizes, use_cache=False, tie_word_embeddings=True)
 
     def gpt(dim: int, layers: int, heads: int) -> Callable[[], torch.nn.Module]:
         dim, layers, heads = (128, 2, 2) if dry else (dim, layers, heads)
@@ -222,11 +214,8 @@ def _peak(part: Part, case: Case) -> dict[str, Any]:
         seen = observe(case.model, ranks=1, rank=0, **settings)
         how, planned, measured = "observe", *(predictions.held_nbytes(each, (KEPT,)) for each in (plan, seen))
     else:
-        how, planned, measured = (
-            "torch.cuda.max_memory_allocated",
-            plan.peak(Tier.DEVICE),
-            predictions.measure_device(case, "", 3)[0],
-        )
+        how, planned = "torch.cuda.max_memory_allocated", plan.peak(Tier.DEVICE)
+        measured, _ = predictions.measure_device(case, "", 3)
         torch.cuda.empty_cache()
     ratio = planned / measured
     return {"planned_nbytes": planned, "measured_nbytes": measured, "planned / measured": ratio, "by": how, "plan_s": plan_s}
@@ -277,9 +266,8 @@ def _alone(part: Part, contenders: Iterable[Contender], workload: Workload, roun
         ran += race([contender], workload, rounds, part.out / "logs" / part.name)
         rows[contender.name] = part.add(contender.name, ran[-1].status, **_row(ran[-1], workload))
         for compared, reference, difference in compared_losses(ran):
-            pair = compared.contender, reference.contender
-            limit = max(LOSS_TOLERANCE.get(each.offload, LOSS_TOLERANCE[each.precision]) for each in pair)
-            rows[pair[0].name] |= {"losses of": pair[1].name, "difference": difference, "same": difference <= limit}
+            same, name = difference <= max(compared.tolerance, reference.tolerance), reference.contender.name
+            rows[compared.contender.name] |= {"losses of": name, "difference": difference, "same": same}
     part.write("running")
 
 

@@ -12,10 +12,14 @@ from typing import Any
 
 from zeroshard.utils.sheets import PLAIN, WARNING, Note, Sheet
 
-from .statistics import median_ratio
-
 MIB = 2**20
+BUSY_CORE_SHARE = 0.85  # with a smaller share of a core other programs ran, and timings cannot be trusted
 TIME, SPEED, BYTES = "time", "speed", "bytes a second"  # what a Bound compares, if not one of the facts
+
+
+def median_ratio(over: list[float], under: list[float]) -> float:
+    """Return the median of the ratios within each round: a slow phase of the machine slows both cases of its rounds."""
+    return median(a / b for a, b in zip(over, under, strict=True))
 
 
 @dataclass(frozen=True)

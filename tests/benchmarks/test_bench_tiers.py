@@ -14,7 +14,7 @@ import pytest
 from bench_kit import TINY, outcome
 from torch.autograd import DeviceType
 
-from benchmarks import cases, gpu_day, plan, race, report, statistics
+from benchmarks import cases, gpu_day, plan, race, report
 from benchmarks.overlap import Overlap
 from benchmarks.plan import Contender, Rounds, Workload
 from benchmarks.race import Outcome
@@ -55,7 +55,7 @@ def test_disk_goal_takes_the_longer_of_bound_and_memory_in_each_round():
         "zs3-disk", [[1.15], [1.1], [2.3]], moved=[moved] * 3, disk=[DiskSpeed(speed, speed, speed) for speed in speeds]
     )
     memory = tier_outcome("zs3", [[0.5], [1.0], [0.5]])
-    assert statistics.bounds_s(disk) == [1.0, 0.25, 1.0]
+    assert disk.bounds_s == [1.0, 0.25, 1.0]
     measured = race.table("tiers", "Tiers", Workload(), [disk, memory])
     assert measured.row(race.DISK_LIMIT).seconds == [1.15, 1.1, 1.15]
     assert measured.row("zeroshard 3 opt. disk").facts["/ bound"] == 2.3 and "/ bound" not in measured.row("zeroshard 3").facts

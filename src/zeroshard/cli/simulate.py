@@ -124,15 +124,8 @@ def _told_sweep(done: Sweep, request: Request, options: SimulateCommand) -> int:
         rows = []
         for row in done.rows:
             setting, numbers = row.setting, map(two_digits, (row.step_s, row.tflops, row.tokens_per_s))
-            rows.append(
-                (
-                    f"{row.ranks:,}{' ' * bool(setting.mesh)}{setting.mesh}",
-                    str(setting.micro_batch),
-                    f"{setting.utilisation:.0%}",
-                    *numbers,
-                    row.bound,
-                )
-            )
+            ranks = f"{row.ranks:,} {setting.mesh}".rstrip()
+            rows.append((ranks, str(setting.micro_batch), f"{setting.utilisation:.0%}", *numbers, row.bound))
         table = Sheet("Steps", header, rows)
         write_page(Path(options.out) / "sweep.html", heading, None, [table], pictures, limits)
     if options.json:
