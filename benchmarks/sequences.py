@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,13 @@ from torch import Tensor
 
 import zeroshard as zs
 
+from .contenders import Trainer, at_rest
 from .plan import Contender, Workload
 from .workload import build_llama, build_optimizer, optimizer_options
-
-if TYPE_CHECKING:
-    from .contenders import Trainer
 
 
 def build(contender: Contender, workload: Workload) -> Trainer:
     """Build one contender; the process group exists already. `step` gets all sequences, on each rank."""
-    from .contenders import Trainer, at_rest
-
     ranks = workload.ranks
     model = llama(workload)
     if contender.kind == "ulysses":

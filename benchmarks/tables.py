@@ -120,12 +120,10 @@ class Measured:
         lines = []
         for row in self.rows:
             line = [row.name, f"{1e3 * median(row.seconds):.5g}" if row.seconds else "-"][: 1 + timed]
-            if moved:
-                line += (
-                    ["-"] * 2
-                    if row.nbytes is None
-                    else [f"{row.nbytes / 1e6:.2f}", f"{row.nbytes / median(row.seconds) / 1e9:.2f}"]
-                )
+            if row.nbytes is not None:
+                line += [f"{row.nbytes / 1e6:.2f}", f"{row.nbytes / median(row.seconds) / 1e9:.2f}"]
+            elif moved:
+                line += ["-", "-"]
             line += [f"{median_ratio(row.seconds, peer.seconds):.2f}" for peer in peers.values()]
             lines.append(line + [f"{row.facts[name]:.6g}" if name in row.facts else "-" for name in facts])
         header = ["", *["ms"] * timed, *["MB", "GB/s"] * moved, *peers, *facts]

@@ -94,10 +94,8 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
         folder = Path(options.out)
         pictures = dict(reversed(draw(folder, request, verdict, done).items()))  # the step first
         write_chrome_trace(done, folder / "timeline.json")
-        sheets, notes = (
-            [table, tables.memory(verdict.plan), tables.communication(verdict.plan)],
-            [tables.headline(request, verdict), control],
-        )
+        sheets = [table, tables.memory(verdict.plan), tables.communication(verdict.plan)]
+        notes = [tables.headline(request, verdict), control]
         write_page(folder / "simulation.html", line, verdict, sheets, pictures, notes)
     if options.json:
         found = {name: getattr(done, name) for name in ("step_s", "tflops", "tokens_per_s", "exposed_s", "bound")}

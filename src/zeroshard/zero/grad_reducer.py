@@ -145,9 +145,8 @@ class Reductions:
                 group.gradients.discard()
                 group.active = [False] * len(group.specs)
             raise
-        if (
-            self._frozen and self.comm.rank not in self._frozen
-        ):  # without data: its own requires_grad may be that of earlier batches
+        # without data: its own requires_grad may be that of earlier batches
+        if self._frozen and self.comm.rank not in self._frozen:
             frozen = next(iter(self._frozen.values()))
             told = {unit: {spec.number for group in unit.trainable for spec in group.specs} for unit in self.units}
             self._idle = {unit.number for unit, numbers in told.items() if numbers <= frozen}
