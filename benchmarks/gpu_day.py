@@ -1,4 +1,4 @@
-"""What only a GPU can show: the parts of scripts/gpu_day.sh, each of which writes one JSON that `page` joins; the largest models.
+"""The measurements of a GPU: the parts of scripts/gpu_day.sh, each of which writes one JSON that `page` joins; the largest models.
 
     python -m benchmarks.gpu_day PART OUT [--dry-run]     one of PARTS; --dry-run: tiny sizes, on the CPU over gloo
     python -m benchmarks.gpu_day page OUT PART ...        results.json and results.md from the parts' JSON
