@@ -1,4 +1,4 @@
-"""The parts of scripts/gpu_day.sh, which measures in one go what only a GPU can show: each writes one JSON, `page` joins them.
+"""The measurements of a GPU: the parts of scripts/gpu_day.sh, each of which writes one JSON that `page` joins; the largest models.
 
     python -m benchmarks.gpu_day PART OUT [--dry-run]     one of PARTS; --dry-run: tiny sizes, on the CPU over gloo
     python -m benchmarks.gpu_day page OUT PART ...        results.json and results.md from the parts' JSON
@@ -6,6 +6,9 @@
 OUT/PART.json: part, status ("done", "skipped", "failed"; "running" if the process was killed), why, device, dry_run, seconds, facts
 (of the part) and rows. It is written again after each row, so that a part that is ended keeps what it has measured. A row has a
 `status`, too: "ran", "skipped: why" or "failed: why". Contenders have the device to themselves, one after the other.
+
+`largest_models`, the section gpu of `zeroshard bench`, searches for the largest model that each contender trains in bf16: a trial,
+of a number of layers, is a process of its own that builds the model on the meta device, makes two steps and ends.
 """
 
 from __future__ import annotations
@@ -15,13 +18,11 @@ import dataclasses
 import gc
 import itertools
 import json
-import math
-import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -36,51 +37,56 @@ import torch
 import torch.distributed as dist
 
 import zeroshard as zs
+from zeroshard.cli.sheets import say
 from zeroshard.comm.codecs import CODECS, block_quantization, codec_of
-from zeroshard.comm.launch import run_processes, share_imports
 from zeroshard.config import Tier
 from zeroshard.memory.host_memory import available_nbytes
 from zeroshard.planner.dry_run import observe
 from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.plan import KEPT
 from zeroshard.tensor import state_codecs
-from zeroshard.utils.sheets import Sheet
+from zeroshard.utils.sheets import PLAIN, Sheet
 from zeroshard.utils.state_format import StateFormat
-from zeroshard.zero.flat_buffer import ParameterBuffer
 
 from . import predictions
-from .contenders import OFFLOADS, plain_step
-from .gpu import HOST_SHARE, PEERS, SHAPE, STATE_NBYTES, TIERS, short_of_memory, step_flops
+from .contenders import OFFLOADS
 from .micro import one_line
 from .plan import SOCKET_CONTENDERS, Contender, ModelShape, Rounds, Workload
 from .predictions import Case
-from .race import Outcome, race
+from .race import Outcome, compared_losses, missing_reason, race
 from .sections import swap_folder
-from .statistics import LOSS_TOLERANCE, compared_losses
+from .tables import Measured, Row
 from .worker import parameter_count
-from .workload import batch, build_model
+from .worker_group import Team, TeamFailed
+from .workload import build_llama
 
 TINY = ModelShape(vocab_size=64, seq_len=32, dim=32, layers=3, heads=2)
 BILLION = ModelShape(vocab_size=32768, seq_len=1024, dim=2048, layers=24, heads=16)  # 1.3B parameters
+SHAPE = ModelShape(vocab_size=32768, seq_len=1024, dim=1024, layers=20, heads=16)  # 320M: states outweigh activations
 EIGHT = ModelShape(vocab_size=32768, seq_len=1024, dim=4096, layers=39, heads=32)  # 8B
+WIDE_SHAPE = dataclasses.replace(BILLION, layers=1)  # of the search for the largest model: 50M parameters a layer
 STEPPING = (
     *(Contender("zs", stage, "bf16") for stage in (3, 2, 0)),
     *(Contender(*each, "bf16") for each in (("local", None), ("ddp", None), ("fsdp2", None), ("ds", 3))),
 )
 SUMMED = tuple(dataclasses.replace(each, precision="bf16") for each in SOCKET_CONTENDERS)  # of several ranks
+TIERS = tuple(Contender("zs", 3, "bf16", offload) for offload in ("", "opthost", "host", "disk", "infinity"))
+PEERS = (Contender("fsdp2", None, "bf16", "offload"), Contender("ds", 3, "bf16", "offload"))
 TUNING = (Contender("zs", 3, "bf16", "host8"), Contender("zs", 3, "bf16", "host"), *PEERS)
-DEVICE_LIMIT_NBYTES, BEGAN = 24 << 30, time.perf_counter()
-
-SHARED: dict[str, Any] = {"stage": 3, "map_shared": False}  # of stage 3; ranks on a CPU would release no memory of their own
-EQUAL: dict[str, dict[str, Any]] = {
-    **{f"stage {stage}": {"stage": stage} for stage in range(3)},
-    "stage 3": SHARED,
-    **{f"stage {stage}, sums by the backend": {**SHARED, "stage": stage, "sums": "backend"} for stage in (2, 3)},
-    "stage 3, bf16": {**SHARED, "precision": "bf16"},
-    "stage 3, all on the host": {**SHARED, **OFFLOADS["host"]},
-    "stage 3, all on disk": {**SHARED, **OFFLOADS["infinity"]},
+# Bytes a parameter on device, host and disk, rounded up, by offload: for a search's first size, and its limit on the host.
+STATE_NBYTES = {
+    "": (18, 0, 0),  # bf16 parameter; fp32 gradient, master, two moments
+    "backend": (18, 0, 0),
+    "opthost": (2, 16, 0),
+    "host": (0, 18, 0),
+    "host8": (0, 11, 0),  # split masters 4, gradient 4, moments 2, and their scales
+    "disk": (2, 4, 12),
+    "infinity": (0, 0, 18),
+    "offload": (0, 20, 0),
 }
-EQUAL_STEPS, EQUAL_TOLERANCE = 3, {"fp32": 1e-5, "bf16": 5e-3}  # of parameters, absolute: the order of additions, and of rounding
+HOST_SHARE = 0.9  # of the host's free memory that states may take: the kernel would kill a process, perhaps not ours
+USABLE = 0.8  # share of each memory that model states may fill in the first trial of a search
+DEVICE_LIMIT_NBYTES, BEGAN = 24 << 30, time.perf_counter()
 
 
 class OutOfTime(BaseException):
@@ -167,103 +173,14 @@ def tests(part: Part) -> None:
         part.add("pytest", f"failed: exit code {process.returncode}")
 
 
-# -- equality ------------------------------------------------------------------------------------------------------------
-
-
-def equality(part: Part) -> None:
-    """Parameters after three steps of all ranks beside one process in plain PyTorch, while released and new memory holds NaN."""
-    share_imports(["torch", "torch.distributed", "torch._dynamo", "zeroshard", __name__])
-    with swap_folder(None, part.out) as folder, tempfile.TemporaryDirectory() as meeting:
-        args = part.device, folder, f"{meeting}/store"
-        found = [_equal(0, 1, *args)] if part.ranks == 1 else run_processes(_equal, part.ranks, *args, timeout_s=200.0)
-    for name, options in EQUAL.items():
-        if name not in found[0]:
-            part.add(name, "skipped: no folder on a local disk below the results")
-            continue
-        worst, poisoned = (max(each[name][which] for each in found) for which in (0, 1))
-        limit = EQUAL_TOLERANCE[options.get("precision", "fp32")]
-        status = "ran" if worst <= limit else f"failed: differs by {worst:.1e}"
-        part.add(name, status, difference=worst, tolerance=limit, ranks=part.ranks, poisoned=poisoned)
-
-
-def _equal(rank: int, world_size: int, device: str, folder: str | None, store: str) -> dict[str, tuple[float, int]]:
-    """Train each case on this rank; return the largest difference of a parameter from one process's, and how often memory was poisoned."""
-    backend, found = "nccl" if device == "cuda" else "gloo", dict[str, tuple[float, int]]()
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-    workload = Workload(TINY, ranks=world_size, device=device)
-    expected = {precision: _one_process(workload, precision) for precision in EQUAL_TOLERANCE}
-    release, poisoned = ParameterBuffer.release, 0
-
-    def poisoning(buffer: ParameterBuffer) -> None:
-        nonlocal poisoned
-        if buffer.sharded and not buffer.mapped and buffer.full.untyped_storage().nbytes():
-            buffer.full.data.fill_(math.nan)
-            poisoned += 1
-        release(buffer)
-
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty then gives NaN
-    with mock.patch.object(ParameterBuffer, "release", poisoning):
-        for name, options in EQUAL.items():
-            if "disk" in name and folder is None:
-                continue
-            model, poisoned = build_model(workload), 0
-            model, optimizer = zs.shard(model, _adamw(model.parameters()), offload_path=folder, **options)
-            step = plain_step(model, optimizer)
-            for number in range(EQUAL_STEPS):
-                step(*batch(workload, number, rank))
-            got, plain = zs.full_state_dict(model, masters=True), expected[options.get("precision", "fp32")]
-            apart = [(got[each].to(value) - value).abs().max().nan_to_num(nan=math.inf) for each, value in plain.items()]
-            found[name] = max(map(float, apart)), poisoned
-            zs.close(model, restore=False)
-    dist.destroy_process_group()
-    return found
-
-
-def _adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """A large epsilon: the gradient of a bias of keys is zero but for rounding, which nothing shall blow up."""
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2)
-
-
-def _one_process(workload: Workload, precision: str) -> dict[str, torch.Tensor]:
-    """Return fp32 parameters after the steps of all ranks in plain PyTorch; in bf16 a copy of them computes."""
-    model = build_model(workload)
-    masters = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = _adamw(masters.values())
-    if precision == "bf16":
-        model.bfloat16()
-    for step in range(EQUAL_STEPS):
-        for master in masters.values():
-            master.grad = torch.zeros_like(master)
-        for rank in range(workload.ranks):
-            model(*batch(workload, step, rank)).backward()
-            for name, param in model.named_parameters():
-                masters[name].grad.add_(param.grad.float(), alpha=1 / workload.ranks)  # type: ignore[union-attr]
-                param.grad = None
-        optimizer.step()
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                param.copy_(masters[name])
-    return masters
-
-
 # -- plans ---------------------------------------------------------------------------------------------------------------
-
-
-def _llama(vocab: int, dim: int, hidden: int, layers: int, heads: int, kv_heads: int) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocab, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, use_cache=False, tie_word_embeddings=True,
-    ))  # fmt: skip
 
 
 def six(dry: bool) -> list[Case]:
     """Return the six models whose peaks are compared with their plans, with options of zs.shard; in a dry run all are tiny."""
     bf16, batch = {"precision": "bf16"}, (2, 16) if dry else (4, 1024)
-    llama = partial(_llama, *((512, 128, 256, 2, 2, 1) if dry else (128256, 2048, 8192, 16, 32, 8)))
+    sizes = (512, 128, 256, 2, 2, 1) if dry else (128256, 2048, 8192, 16, 32, 8)
+    llama = partial(build_llama, *sizes, use_cache=False, tie_word_embeddings=True)
 
     def gpt(dim: int, layers: int, heads: int) -> Callable[[], torch.nn.Module]:
         dim, layers, heads = (128, 2, 2) if dry else (dim, layers, heads)
@@ -297,11 +214,8 @@ def _peak(part: Part, case: Case) -> dict[str, Any]:
         seen = observe(case.model, ranks=1, rank=0, **settings)
         how, planned, measured = "observe", *(predictions.held_nbytes(each, (KEPT,)) for each in (plan, seen))
     else:
-        how, planned, measured = (
-            "torch.cuda.max_memory_allocated",
-            plan.peak(Tier.DEVICE),
-            predictions.measure_device(case, "", 3)[0],
-        )
+        how, planned = "torch.cuda.max_memory_allocated", plan.peak(Tier.DEVICE)
+        measured, _ = predictions.measure_device(case, "", 3)
         torch.cuda.empty_cache()
     ratio = planned / measured
     return {"planned_nbytes": planned, "measured_nbytes": measured, "planned / measured": ratio, "by": how, "plan_s": plan_s}
@@ -352,10 +266,27 @@ def _alone(part: Part, contenders: Iterable[Contender], workload: Workload, roun
         ran += race([contender], workload, rounds, part.out / "logs" / part.name)
         rows[contender.name] = part.add(contender.name, ran[-1].status, **_row(ran[-1], workload))
         for compared, reference, difference in compared_losses(ran):
-            pair = compared.contender, reference.contender
-            limit = max(LOSS_TOLERANCE.get(each.offload, LOSS_TOLERANCE[each.precision]) for each in pair)
-            rows[pair[0].name] |= {"losses of": pair[1].name, "difference": difference, "same": difference <= limit}
+            same, name = difference <= max(compared.tolerance, reference.tolerance), reference.contender.name
+            rows[compared.contender.name] |= {"losses of": name, "difference": difference, "same": same}
     part.write("running")
+
+
+def short_of_memory(contender: Contender, workload: Workload, host_nbytes: int) -> str | None:
+    """Return why a host with so many free bytes cannot hold a contender's states; None if it can."""
+    needed = STATE_NBYTES[contender.offload][1] * parameter_count(workload)
+    if needed <= HOST_SHARE * host_nbytes:
+        return None
+    return f"{needed / 2**30:.0f} GiB of host memory needed, {host_nbytes / 2**30:.0f} available"
+
+
+def step_flops(workload: Workload) -> float:
+    """Return the floating-point operations of one rank's step (PaLM, arXiv 2204.02311, appendix B).
+
+    For each token 6 for each weight of a matrix, and 6 x layers x dim x seq for attention: the half of it that is causal.
+    """
+    s = workload.shape
+    weights = 12 * s.layers * s.dim**2 + s.vocab_size * s.dim
+    return workload.sequences * s.seq_len * (6.0 * weights + 6.0 * s.layers * s.dim * s.seq_len)
 
 
 def _row(outcome: Outcome, workload: Workload) -> dict[str, Any]:
@@ -427,9 +358,119 @@ def _seconds(device: str, call: Callable[[], object], rounds: int = 5) -> float:
     return median(taken[1:])
 
 
+# -- the largest model ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The result of a search. fits: layers of the largest model that was trained; fails: layers of the smallest that was not.
+
+    complete: fits and fails differ by at most an eighth; False where the time was over. why: message of the last failure.
+    """
+
+    fits: int | None = None
+    fails: int | None = None
+    complete: bool = False
+    why: str = ""
+    trials: int = 0
+
+    @property
+    def numel(self) -> int | None:
+        return None if self.fits is None else parameter_count(Workload(dataclasses.replace(WIDE_SHAPE, layers=self.fits)))
+
+
+def search(
+    attempt: Callable[[int], str | None], first: int, time_s: float, clock: Callable[[], float] = time.monotonic
+) -> Largest:
+    """Search for the largest number of layers that fits, to an eighth: double or halve it from `first`, then bisect.
+
+    Args:
+        attempt: layers -> None where they fit, else the reason why not.
+        first: layers of the first trial, at least 1.
+        time_s: seconds after which no trial is begun.
+    """
+    end, found = clock() + time_s, Largest()
+    while clock() < end:
+        if found.fits is None:
+            layers = first if found.fails is None else found.fails // 2
+        elif found.fails is None:
+            layers = 2 * found.fits
+        else:
+            known = found.fails - found.fits <= max(1, found.fits // 8)
+            layers = 0 if known else (found.fits + found.fails) // 2
+        if not layers:
+            return dataclasses.replace(found, complete=True)
+        why = attempt(layers)
+        news = {"fits": layers} if why is None else {"fails": layers, "why": why}
+        found = dataclasses.replace(found, **news, trials=found.trials + 1)
+    return found
+
+
+def first_layers(contender: Contender, room: tuple[int, int, int]) -> int:
+    """Return about as many layers as the tiers of a contender hold. room: bytes on device, host and disk."""
+    per_layer = 12 * WIDE_SHAPE.dim**2
+    limits = [
+        USABLE * have / (need * per_layer) for have, need in zip(room, STATE_NBYTES[contender.offload], strict=True) if need
+    ]
+    return max(1, int(min(limits)))
+
+
+def largest_models(seed: int, swap_path: str | None, out: Path, search_s: float) -> list[Measured]:
+    """Search for the largest model of each contender that offloads or is zeroshard's; return the table. search_s: seconds for each."""
+    device_nbytes = torch.cuda.mem_get_info()[1]
+    wide = Workload(WIDE_SHAPE, sequences=1, ranks=1, seed=seed, device="cuda", swap_path=swap_path, meta=True, checkpoint=True)
+    largest = dict[str, Largest]()
+    for contender in (*TIERS, *PEERS):
+        if missing := missing_reason(contender, wide):
+            largest[contender.label] = Largest(why=missing)
+            continue
+        disk_nbytes = shutil.disk_usage(swap_path).free if swap_path else 0
+        room = (device_nbytes, available_nbytes() or 0, disk_nbytes)
+        attempt = partial(trial, contender, wide, room[1], out / "logs-largest")
+        largest[contender.label] = search(attempt, first_layers(contender, room), search_s)
+        say(f"  {contender.name:18s} {describe(largest[contender.label])}")
+    return [largest_table(largest)]
+
+
+def largest_table(largest: dict[str, Largest]) -> Measured:
+    """Return the table of the largest models, by contender."""
+    rows = [
+        Row(name, [], facts={"G parameters": round(each.numel / 1e9, 2), "layers": each.fits} if each.fits and each.numel else {})
+        for name, each in largest.items()
+    ]
+    title = f"GPU: largest model trained (dim {WIDE_SHAPE.dim}, {WIDE_SHAPE.seq_len} tokens, checkpointed blocks, 2 steps)"
+    return Measured(title, rows, notes=[(f"{name}: {describe(each)}", PLAIN) for name, each in largest.items()])
+
+
+def trial(contender: Contender, workload: Workload, host_nbytes: int, log_dir: Path, layers: int) -> str | None:
+    """Try so many layers in a process of its own; return None if they train, else the reason why not."""
+    shape = dataclasses.replace(workload.shape, layers=layers)
+    if why := short_of_memory(contender, Workload(shape), host_nbytes):
+        return why
+    team = Team(contender, dataclasses.replace(workload, shape=shape), log_dir)
+    try:
+        team.wait_ready()
+        team.ask("turn", 0, 2)
+    except TeamFailed as error:
+        return str(error)
+    finally:
+        team.close()
+    return None
+
+
+def describe(largest: Largest) -> str:
+    """Return a result as one line of text."""
+    if largest.fits is None or largest.numel is None:
+        return f"none trained: {largest.why or 'no time'}"
+    size = f"{largest.numel / 1e9:.2f}G parameters ({largest.fits} layers)"
+    if largest.fails is None:
+        return f"at least {size}: the time was over"
+    return f"{size}; not {largest.fails} layers: {largest.why}" + ("" if largest.complete else " (the time was over)")
+
+
 # -- the command ---------------------------------------------------------------------------------------------------------
 
-PARTS = {each.__name__: each for each in (environment, tests, equality, peaks, steps, offload, codecs, finetune)}
+PARTS = {each.__name__: each for each in (environment, tests, peaks, steps, offload, codecs, finetune)}
 
 
 def run(part: Part) -> int:
@@ -501,7 +542,6 @@ def main(argv: list[str] | None = None) -> int:
         raise OutOfTime
 
     signal.signal(signal.SIGTERM, end)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products, read when cuBLAS starts
     return run(Part(given.part, given.out, given.dry_run))
 
 

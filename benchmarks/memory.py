@@ -10,17 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
 from pathlib import Path
 
-
-def field_nbytes(key: str, path: str = "/proc/self/status") -> int | None:
-    """Return a field of a file of /proc that counts kB, in bytes; None if it cannot be read."""
-    try:
-        match = re.search(rf"^{key}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) * 1024 if match else None
+from zeroshard.memory.host_memory import field_nbytes
 
 
 def peak_rss_nbytes() -> int | None:

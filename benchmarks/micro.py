@@ -21,8 +21,7 @@ from typing import TypeVar
 from zeroshard.comm.launch import describe_exit, run_processes
 from zeroshard.utils.sheets import WARNING
 
-from .statistics import BUSY_CORE_SHARE
-from .tables import Bound, Measured, Row
+from .tables import BUSY_CORE_SHARE, Bound, Measured, Row
 
 Sample = TypeVar("Sample")
 LIMIT_S = 3600.0

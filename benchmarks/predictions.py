@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import os
 import tempfile
@@ -45,6 +44,7 @@ from zeroshard.planner.simulator.trace import Resource
 from zeroshard.utils.sheets import Sheet
 
 from . import memory
+from .workload import build_llama
 
 RANKS = 2
 FOLDER, NOW = "FOLDER", "now"
@@ -59,12 +59,7 @@ def gpt() -> nn.Module:
 
 def llama() -> nn.Module:
     """Build a Llama of 56M parameters, with grouped-query attention and a gated MLP."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8,
-        max_position_embeddings=256, use_cache=False,
-    ))  # fmt: skip
+    return build_llama(4096, 1024, 2816, 4, 16, 8, max_position_embeddings=256, use_cache=False)
 
 
 @dataclass(frozen=True)
@@ -103,10 +98,8 @@ CASES = (
 )
 
 
-Run = tuple[
-    dict[str, int], list[tuple[float, float]], float
-]  # a rank's growth of resident memory by phase; seconds and processor
-# seconds of each step but the first; the machine's load over the last minute
+# a rank's growth of resident memory by phase; seconds and processor seconds of each step but the first; the machine's load over the last minute
+Run = tuple[dict[str, int], list[tuple[float, float]], float]
 
 
 def warm_device() -> None:
@@ -137,7 +130,7 @@ def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> 
     torch.manual_seed(0)
     train(replace(case, micro_batches=1, batch=(1, 8)), folder, 1)  # so that torch has loaded, and allocated, all it keeps
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
+    memory.trim()
     dist.barrier()
     before, grown = _own_nbytes("VmRSS"), dict[str, int]()
     memory.reset_peak_rss()

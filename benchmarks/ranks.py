@@ -39,6 +39,9 @@ from zeroshard.comm.fake import FakeComm
 from zeroshard.comm.launch import run_processes
 from zeroshard.utils.one_thread import Turn
 
+from . import memory
+from .tables import MIB
+
 RANKS = (2, 8, 64, 256, 1024, 4096)
 ROWS, FILE = 16, "rank-{:05d}"  # of a table for each rank; the name of a rank's files
 
@@ -222,14 +225,12 @@ def real(rank: int, world_size: int, folder: str, many: int) -> dict[str, tuple[
 
 def taken(comm: Fed, what: Callable[[], object]) -> tuple[float, float]:
     """Return the seconds of processor time of `what`, and the MiB of memory that it takes at its peak."""
-
-    def resident(key: str) -> int:
-        return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, begin, fed = resident("VmRSS"), time.process_time(), comm.feeding_s
+    memory.reset_peak_rss()
+    before, begin, fed = memory.field_nbytes("VmRSS"), time.process_time(), comm.feeding_s
     what()
-    return time.process_time() - begin - (comm.feeding_s - fed), (resident("VmHWM") - before) / 1024
+    seconds, peak = time.process_time() - begin - (comm.feeding_s - fed), memory.peak_rss_nbytes()
+    assert before is not None and peak is not None, "this benchmark needs Linux"
+    return seconds, (peak - before) / MIB
 
 
 def table(worlds: Sequence[int] = RANKS) -> list[tuple[str, ...]]:

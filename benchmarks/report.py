@@ -84,8 +84,7 @@ def write(results: Results, folder: Path) -> None:
         "goals": [asdict(goal) | {"verdict": goal.verdict} for goal in results.goals],
     }
     (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-    head = (
-        f"{platform.platform()}, {os.cpu_count()} cores; {', '.join(f'{name} {version}' for name, version in versions.items())}"
-    )
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    head = f"{platform.platform()}, {os.cpu_count()} cores; {told}"
     head += f"; load at the end {load[0]:.1f}" if load else ""
     (folder / "results.md").write_text("\n".join([head, "", *(sheet.markdown() for sheet in results.sheets())]))

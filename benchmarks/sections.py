@@ -15,7 +15,7 @@ from zeroshard.cli.arguments import UsageError
 from zeroshard.errors import SwapError
 from zeroshard.memory.io.swap_folder import SwapFolder
 
-from . import cases, checkpoints, gpu, parallel, sequence_lengths, state_formats
+from . import cases, checkpoints, parallel, sequence_lengths, state_formats
 from .micro import Unmeasured, apart
 from .plan import MESH_CONTENDERS, PRECISIONS, SEQUENCE_CONTENDERS, TIER_CONTENDERS, TIERS_ROUNDS, Rounds, Workload, select
 from .race import race, table
@@ -74,4 +74,6 @@ def measure(section: str, given: argparse.Namespace, workload: Workload, rounds:
         return checkpoints.run(str(path), out / "logs-checkpoints")
     if not torch.cuda.is_available():
         raise Unmeasured("no CUDA device")
-    return gpu.measure(workload.seed, path, out, given.largest_seconds)
+    from . import gpu_day  # it uses `swap_folder`
+
+    return gpu_day.largest_models(workload.seed, path, out, given.largest_seconds)

@@ -10,8 +10,7 @@ from zeroshard.cli.sheets import show
 
 from .plan import Contender, ModelShape, Rounds, Workload
 from .race import Outcome, race, table
-from .statistics import median_ratio
-from .tables import MIB, Measured, Row
+from .tables import MIB, Measured, Row, median_ratio
 
 RANKS = (4, 8)
 SHAPE = ModelShape(vocab_size=1024, dim=128, layers=2, heads=8)
@@ -55,13 +54,10 @@ def _joined(title: str, raced: list[tuple[Workload, list[Outcome], Measured]]) -
                 if kind in ran
             }
             if outcome.peak_rss is not None and outcome.rss_before is not None:
-                facts |= {
-                    "added MiB": (outcome.peak_rss - outcome.rss_before) / MIB,
-                    "KiB/token": (outcome.peak_rss - outcome.rss_before) / 1024 / length,
-                }
-            rows.append(
-                Row(f"{length:6d} tokens  {outcome.contender.label}", outcome.round_s, facts=facts | {"loss": outcome.losses[-1]})
-            )
+                added = outcome.peak_rss - outcome.rss_before
+                facts |= {"added MiB": added / MIB, "KiB/token": added / 1024 / length}
+            facts["loss"] = outcome.losses[-1]
+            rows.append(Row(f"{length:6d} tokens  {outcome.contender.label}", outcome.round_s, facts=facts))
         notes += [(f"{length} tokens: {text}", kind) for text, kind in measured.notes if text.startswith("losses")]
         skipped |= {f"{length} tokens {name}": why for name, why in measured.skipped.items()}
     joined = Measured(title, rows, notes=notes, skipped=skipped)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,19 +22,13 @@ from torch import Tensor
 
 import zeroshard as zs
 
+from .contenders import Trainer, at_rest
 from .plan import Contender, Workload
-from .workload import build_optimizer, optimizer_options
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
-
-    from .contenders import Trainer
+from .workload import build_llama, build_optimizer, optimizer_options
 
 
 def build(contender: Contender, workload: Workload) -> Trainer:
     """Build one contender; the process group exists already. `step` gets all sequences, on each rank."""
-    from .contenders import Trainer, at_rest
-
     ranks = workload.ranks
     model = llama(workload)
     if contender.kind == "ulysses":
@@ -67,20 +61,15 @@ def build(contender: Contender, workload: Workload) -> Trainer:
     return Trainer(step, at_rest=lambda: at_rest(model), place=0)
 
 
-def llama(workload: Workload) -> LlamaForCausalLM:
+def llama(workload: Workload) -> Any:
     """Build a Llama of the workload's shape with the weights of the seed."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     shape = workload.shape
     torch.manual_seed(workload.seed)
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.dim, intermediate_size=4 * shape.dim, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, max_position_embeddings=shape.seq_len,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).train()
+    sizes = (shape.vocab_size, shape.dim, 4 * shape.dim, shape.layers, shape.heads, shape.heads)
+    return build_llama(*sizes, max_position_embeddings=shape.seq_len).train()
 
 
-def _deepspeed_step(model: LlamaForCausalLM, workload: Workload) -> Callable[[Tensor, Tensor], Tensor]:
+def _deepspeed_step(model: Any, workload: Workload) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the step of DeepSpeed's engine over sequences cut by its loader."""
     deepspeed: Any = importlib.import_module("deepspeed")
     ulysses: Any = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")

@@ -12,10 +12,14 @@ from typing import Any
 
 from zeroshard.utils.sheets import PLAIN, WARNING, Note, Sheet
 
-from .statistics import median_ratio
-
 MIB = 2**20
+BUSY_CORE_SHARE = 0.85  # with a smaller share of a core other programs ran, and timings cannot be trusted
 TIME, SPEED, BYTES = "time", "speed", "bytes a second"  # what a Bound compares, if not one of the facts
+
+
+def median_ratio(over: list[float], under: list[float]) -> float:
+    """Return the median of the ratios within each round: a slow phase of the machine slows both cases of its rounds."""
+    return median(a / b for a, b in zip(over, under, strict=True))
 
 
 @dataclass(frozen=True)
@@ -116,12 +120,10 @@ class Measured:
         lines = []
         for row in self.rows:
             line = [row.name, f"{1e3 * median(row.seconds):.5g}" if row.seconds else "-"][: 1 + timed]
-            if moved:
-                line += (
-                    ["-"] * 2
-                    if row.nbytes is None
-                    else [f"{row.nbytes / 1e6:.2f}", f"{row.nbytes / median(row.seconds) / 1e9:.2f}"]
-                )
+            if row.nbytes is not None:
+                line += [f"{row.nbytes / 1e6:.2f}", f"{row.nbytes / median(row.seconds) / 1e9:.2f}"]
+            elif moved:
+                line += ["-", "-"]
             line += [f"{median_ratio(row.seconds, peer.seconds):.2f}" for peer in peers.values()]
             lines.append(line + [f"{row.facts[name]:.6g}" if name in row.facts else "-" for name in facts])
         header = ["", *["ms"] * timed, *["MB", "GB/s"] * moved, *peers, *facts]

@@ -23,14 +23,23 @@ from .plan import Workload
 def build_model(workload: Workload) -> nn.Module:
     """Build the whole GPT in fp32 on the workload's device, with that device's weights of the seed; with `meta`, on the meta device."""
     torch.manual_seed(workload.seed)
-    with torch.device(
-        "meta" if workload.meta else workload.device
-    ):  # a GPU draws billions of numbers in a second, a core in minutes
+    # not on the host: a GPU draws billions of numbers in a second, a core in minutes
+    with torch.device("meta" if workload.meta else workload.device):
         model = GPT(GPTConfig(**dataclasses.asdict(workload.shape)))
     if workload.checkpoint:
         for block in blocks(model):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     return model
+
+
+def build_llama(vocab: int, dim: int, hidden: int, layers: int, heads: int, kv_heads: int, **options: Any) -> nn.Module:
+    """Build a Llama of Transformers on the current device. hidden: width of its MLPs; options: others of LlamaConfig."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocab, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, **options,
+    ))  # fmt: skip
 
 
 def build_optimizer(parameters: Iterable[Tensor], workload: Workload) -> torch.optim.Optimizer:

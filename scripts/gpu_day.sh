@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The first hour on a GPU: what only a GPU can show, measured in one go, in at most 26 minutes, without a network.
 #   scripts/gpu_day.sh                          all parts; results below $OUT, else runs/gpu-day-<time>
-#   scripts/gpu_day.sh --parts equality,steps FOLDER
+#   scripts/gpu_day.sh --parts tests,steps FOLDER
 #   scripts/gpu_day.sh --dry-run FOLDER         all parts with tiny sizes on the CPU, over gloo
 # Writes for each part PART.json and PART.log, then results.json and results.md, the page. A part that fails, or takes longer than
 # its limit, keeps what it has measured and stops no other. The exit code is 1 if one did. PYTHON=... chooses the interpreter.
@@ -11,13 +11,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 usage() { echo "usage: scripts/gpu_day.sh [--dry-run] [--parts PART,PART] [FOLDER]: $1" >&2; exit 2; }
 
 dry=() at_once=1 patience=1 out=${OUT:-} parts=()
-limits=" environment:60 tests:240 equality:120 peaks:240 steps:240 offload:240 codecs:120 finetune:240 " # seconds, in the order of value
+limits=" environment:60 tests:360 peaks:240 steps:240 offload:240 codecs:120 finetune:240 " # seconds, in the order of value
 for pair in $limits; do parts+=("${pair%%:*}"); done
 # A dry run times nothing of interest: parts share the cores, of a machine that may be busy. nproc obeys OMP_NUM_THREADS.
 while [[ $# -gt 0 ]]; do
     case $1 in
         --dry-run) dry=(--dry-run) patience=8 at_once=$(env -u OMP_NUM_THREADS nproc) ;;
-        --parts) IFS=, read -ra parts <<<"${2:?expected parts, as in: --parts equality,steps}"; shift ;;
+        --parts) IFS=, read -ra parts <<<"${2:?expected parts, as in: --parts tests,steps}"; shift ;;
         -*) usage "unknown option $1" ;;
         *) out=$1 ;;
     esac

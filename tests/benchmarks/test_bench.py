@@ -9,7 +9,7 @@ import time
 import pytest
 from bench_kit import TINY, outcome
 
-from benchmarks import cases, pictures, plan, race, report, sequence_lengths, statistics
+from benchmarks import cases, pictures, plan, race, report, sequence_lengths
 from benchmarks.command import main
 from benchmarks.micro import Unmeasured, apart, take_turns
 from benchmarks.plan import Contender, ModelShape, Rounds, Workload
@@ -87,7 +87,7 @@ def test_the_cases_of_host_work_run_and_are_judged(tmp_path):
 
 def test_a_busy_machine_is_noticed():
     # 2 ranks used 1 s of processor time each in a step of 2 s: each had half a core.
-    assert statistics.core_share([outcome("ddp", [[2.0]], cpu_s=[2.0])], ranks=2) == 0.5
+    assert race.core_share([outcome("ddp", [[2.0]], cpu_s=[2.0])], ranks=2) == 0.5
 
 
 def test_losses_that_differ_are_found():

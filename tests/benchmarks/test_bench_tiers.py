@@ -14,7 +14,7 @@ import pytest
 from bench_kit import TINY, outcome
 from torch.autograd import DeviceType
 
-from benchmarks import cases, gpu, plan, race, report, statistics
+from benchmarks import cases, gpu_day, plan, race, report
 from benchmarks.overlap import Overlap
 from benchmarks.plan import Contender, Rounds, Workload
 from benchmarks.race import Outcome
@@ -55,7 +55,7 @@ def test_disk_goal_takes_the_longer_of_bound_and_memory_in_each_round():
         "zs3-disk", [[1.15], [1.1], [2.3]], moved=[moved] * 3, disk=[DiskSpeed(speed, speed, speed) for speed in speeds]
     )
     memory = tier_outcome("zs3", [[0.5], [1.0], [0.5]])
-    assert statistics.bounds_s(disk) == [1.0, 0.25, 1.0]
+    assert disk.bounds_s == [1.0, 0.25, 1.0]
     measured = race.table("tiers", "Tiers", Workload(), [disk, memory])
     assert measured.row(race.DISK_LIMIT).seconds == [1.15, 1.1, 1.15]
     assert measured.row("zeroshard 3 opt. disk").facts["/ bound"] == 2.3 and "/ bound" not in measured.row("zeroshard 3").facts
@@ -85,30 +85,32 @@ def test_copies_beside_kernels_are_counted_once_for_each_copy():
 
 @pytest.mark.parametrize("first", [1, 3, 40, 1000])
 def test_search_finds_the_largest_that_fits_to_an_eighth(first):
-    found = gpu.search(lambda layers: None if layers <= 37 else "out of memory", first, 60.0)
+    found = gpu_day.search(lambda layers: None if layers <= 37 else "out of memory", first, 60.0)
     assert found.complete and 33 <= found.fits <= 37 < found.fails <= found.fits * 9 / 8 and found.trials < 16
-    assert "G parameters" in gpu.describe(found) and "out of memory" in gpu.describe(found)
+    assert "G parameters" in gpu_day.describe(found) and "out of memory" in gpu_day.describe(found)
 
 
 def test_search_ends_where_nothing_fits_and_where_time_is_over():
-    nothing = gpu.search(lambda layers: "no", 8, 60.0)
-    assert nothing.complete and nothing.fits is None and nothing.fails == 1 and "none trained: no" in gpu.describe(nothing)
+    nothing = gpu_day.search(lambda layers: "no", 8, 60.0)
+    assert nothing.complete and nothing.fits is None and nothing.fails == 1 and "none trained: no" in gpu_day.describe(nothing)
     seconds = itertools.count()
-    late = gpu.search(lambda layers: None, 4, 3.5, clock=lambda: float(next(seconds)))
-    assert late.fits == 16 and not late.complete and "at least" in gpu.describe(late)
+    late = gpu_day.search(lambda layers: None, 4, 3.5, clock=lambda: float(next(seconds)))
+    assert late.fits == 16 and not late.complete and "at least" in gpu_day.describe(late)
 
 
 def test_gpu_arithmetic():
-    workload = Workload(shape=gpu.SHAPE, sequences=4)
-    assert gpu.step_flops(workload) / (4 * 1024) == pytest.approx(6 * (20 * 12 * 1024**2 + 32768 * 1024) + 6 * 20 * 1024 * 1024)
+    workload = Workload(shape=gpu_day.SHAPE, sequences=4)
+    assert gpu_day.step_flops(workload) / (4 * 1024) == pytest.approx(
+        6 * (20 * 12 * 1024**2 + 32768 * 1024) + 6 * 20 * 1024 * 1024
+    )
     room = (80 << 30, 100 << 30, 10 << 30)  # device, host, disk
-    guess = {c.offload: gpu.first_layers(c, room) for c in gpu.TIERS}
+    guess = {c.offload: gpu_day.first_layers(c, room) for c in gpu_day.TIERS}
     assert guess["host"] > guess[""] > guess["disk"] >= 1  # bound by the host, the device, the disk
 
 
 def test_a_trial_that_the_host_could_not_hold_is_not_begun(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "Team", None)
-    why = gpu.trial(Contender("zs", 3, "bf16", "host"), Workload(shape=gpu.WIDE_SHAPE), 1 << 30, tmp_path, layers=100)
+    monkeypatch.setattr(gpu_day, "Team", None)
+    why = gpu_day.trial(Contender("zs", 3, "bf16", "host"), Workload(shape=gpu_day.WIDE_SHAPE), 1 << 30, tmp_path, layers=100)
     assert "GiB of host memory needed, 1 available" in why
 
 
@@ -120,10 +122,13 @@ def test_the_tables_of_tiers_and_of_the_gpu_are_shown(tmp_path, capsys):
         tier_outcome("zs3-disk", [[1.2]], moved=[disk], disk=[DiskSpeed(1e9, 1e9, 2e9)]),
         Outcome(Contender("fsdp2", offload="offload"), failed="rank 0: RuntimeError: cannot"),
     ]
-    largest = {"zeroshard 3 all host": gpu.Largest(10, 12, True, "no memory", 5), "DeepSpeed 3": gpu.Largest(why="not installed")}
+    largest = {
+        "zeroshard 3 all host": gpu_day.Largest(10, 12, True, "no memory", 5),
+        "DeepSpeed 3": gpu_day.Largest(why="not installed"),
+    }
     found = {
         "tiers": [race.table("tiers", "Tiers", Workload(), tiers)],
-        "gpu": [gpu.largest_table(largest)],
+        "gpu": [gpu_day.largest_table(largest)],
     }
     results = report.Results(Workload(), Rounds(), found)
     assert found["tiers"][0].broken and not found["gpu"][0].broken

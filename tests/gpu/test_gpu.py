@@ -17,7 +17,7 @@ from zeroshard.activations.causal import LAST_QUERIES
 from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.zero.runtime import runtime_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 CONFIG = GPTConfig(vocab_size=256, seq_len=64, dim=64, layers=3, heads=4)
 
 

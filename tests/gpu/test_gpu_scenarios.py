@@ -28,7 +28,7 @@ import zeroshard as zs
 from zeroshard.comm.process_group import DistComm
 from zeroshard.planner.measure import probe
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 CLOSE = {"rtol": 5e-5, "atol": 5e-5}
 BF16 = {"rtol": 2e-2, "atol": 2e-3}

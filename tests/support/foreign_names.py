@@ -28,7 +28,7 @@ PUBLIC = {
     "transformers": (), "peft": (), "accelerate": (), "trl": (), "bitsandbytes": ("optim",), "torchao": ("optim",),
     "lightning": ("pytorch", "pytorch.strategies", "pytorch.plugins", "fabric", "fabric.strategies", "fabric.plugins"),
     "pytorch_lightning": ("strategies", "plugins"), "lightning_fabric": ("strategies", "plugins"), "huggingface_hub": (),
-    "rich": ("progress", "console", "table", "text"), "matplotlib": ("figure", "pyplot"), "wandb": (), "shtab": (), "safetensors": (),
+    "rich": ("progress", "console", "table", "text"), "matplotlib": ("figure", "patches"), "wandb": (), "shtab": (), "safetensors": (),
 }  # fmt: skip
 # of the files that DeepSpeed's engines write; its interface to programs, which integrations/deepspeed has, is another one
 ENTRIES = {

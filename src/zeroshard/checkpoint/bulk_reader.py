@@ -73,14 +73,12 @@ class Bulk:
         self.manifest, self.pool = manifest, pool
         self.entries = {folder / file.name: file for file in manifest.files}
         self.wanted: dict[Path, list[_Wanted]] = {}
-        self._in_use: list[
-            tuple[Stored, int, Tensor]
-        ] = []  # noted reads for tensors in use: (tensor, first element, meta tensor)
+        # noted reads for tensors in use: (tensor, first element, meta tensor)
+        self._in_use: list[tuple[Stored, int, Tensor]] = []
         self._copies: dict[_Key, list[Tensor]] = {}
         self._files: dict[Path, File] = {}  # that are read a second time
-        self._under_way: deque[tuple[_Key, Path, int, Tensor, Handle]] = (
-            deque()
-        )  # second reads: (key, file, first byte, memory, read)
+        # second reads: (key, file, first byte, memory, read)
+        self._under_way: deque[tuple[_Key, Path, int, Tensor, Handle]] = deque()
         self._upcoming: Iterator[tuple[_Key, Path, int, int]] | None = None  # further ones: (key, file, [begin, end) of a window)
         self._coded: list[tuple[StoredCoded, Tensor, int, Tensor]] = []  # (tensor, its bytes once read, first element, values)
         self._engine = Engine()

@@ -113,9 +113,8 @@ def alike(comm: Comm, extras: dict[str, Extra], digests: list[dict[str, str]]) -
     if len(same) < len(names):
         mine = {name: digests[comm.rank][name] for name in extras if name not in same}
         for name in mine:
-            with suppress(
-                Exception
-            ):  # a recursive value, a meta tensor, ...: do not raise on one rank alone, in the midst of a collective
+            # a recursive value, a meta tensor, ...: do not raise on one rank alone, in the midst of a collective
+            with suppress(Exception):
                 mine[name] = _digest(extras[name].state).hex()
         everyone = exchange_values(comm, mine, "zs.save: extras that differ")
         same |= {name for name in mine if len({theirs[name] for theirs in everyone}) == 1}

@@ -43,9 +43,7 @@ except ImportError:  # no POSIX system
     resource = None  # type: ignore[assignment]
 
 PEERS = ("transformers", "accelerate", "lightning", "pytorch-lightning", "peft", "trl", "deepspeed")
-EXTRAS = {  # optional library of the commands -> its use
-    "rich": "tables in frames", "matplotlib": "pictures",
-}  # fmt: skip
+EXTRAS = {"rich": "tables in frames", "matplotlib": "pictures"}  # optional library of the commands -> its use
 PROBLEM, WARNING, NOTE = "problem", "warning", "note"
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 _LITTLE_MEMORY_NBYTES = 2 << 30  # less gives a warning, as for the next two; torch and its libraries take half of it

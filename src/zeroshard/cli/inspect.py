@@ -34,11 +34,8 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("folder", help="a run of `zeroshard train`, a checkpoint, or a folder of either", metavar="DIR")
     parser.add_argument("--name", help="one checkpoint in a folder of checkpoints (default: all)")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON: a list of checkpoints; for a run an object with run and checkpoints, for several with runs",
-    )
+    told = "print JSON: a list of checkpoints; for a run an object with run and checkpoints, for several with runs"
+    parser.add_argument("--json", action="store_true", help=told)
     parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
     options = parser.parse(argv)
     where, run, found = Path(options.folder), None, []

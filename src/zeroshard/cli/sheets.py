@@ -37,9 +37,8 @@ def show(sheet: Sheet) -> None:
         print(sheet.text(width()))
         return
     colours = None if sys.stdout.isatty() else False  # none in a file, even with FORCE_COLOR
-    console = Console(
-        highlight=False, markup=False, width=width(), force_terminal=colours
-    )  # a cell may hold a path with brackets
+    # no markup: a cell may hold a path with brackets
+    console = Console(highlight=False, markup=False, width=width(), force_terminal=colours)
     if sheet.rows:
         title = sheet.title or None
         table = Table(show_header=bool(sheet.header), title=title, title_justify="left", title_style="bold")

@@ -94,10 +94,8 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
         folder = Path(options.out)
         pictures = dict(reversed(draw(folder, request, verdict, done).items()))  # the step first
         write_chrome_trace(done, folder / "timeline.json")
-        sheets, notes = (
-            [table, tables.memory(verdict.plan), tables.communication(verdict.plan)],
-            [tables.headline(request, verdict), control],
-        )
+        sheets = [table, tables.memory(verdict.plan), tables.communication(verdict.plan)]
+        notes = [tables.headline(request, verdict), control]
         write_page(folder / "simulation.html", line, verdict, sheets, pictures, notes)
     if options.json:
         found = {name: getattr(done, name) for name in ("step_s", "tflops", "tokens_per_s", "exposed_s", "bound")}
@@ -124,15 +122,8 @@ def _told_sweep(done: Sweep, request: Request, options: SimulateCommand) -> int:
         rows = []
         for row in done.rows:
             setting, numbers = row.setting, map(two_digits, (row.step_s, row.tflops, row.tokens_per_s))
-            rows.append(
-                (
-                    f"{row.ranks:,}{' ' * bool(setting.mesh)}{setting.mesh}",
-                    str(setting.micro_batch),
-                    f"{setting.utilisation:.0%}",
-                    *numbers,
-                    row.bound,
-                )
-            )
+            ranks = f"{row.ranks:,} {setting.mesh}".rstrip()
+            rows.append((ranks, str(setting.micro_batch), f"{setting.utilisation:.0%}", *numbers, row.bound))
         table = Sheet("Steps", header, rows)
         write_page(Path(options.out) / "sweep.html", heading, None, [table], pictures, limits)
     if options.json:

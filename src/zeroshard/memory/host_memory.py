@@ -80,9 +80,9 @@ class Limit:
 
 def limits() -> list[Limit]:
     """Return the known limits to this process's memory. Swap counts as memory: it is slow, but nothing is killed."""
-    swap = _meminfo("SwapFree") or 0
+    swap = field_nbytes("SwapFree", "/proc/meminfo") or 0
     found = []
-    if (free := _meminfo("MemAvailable")) is not None:
+    if (free := field_nbytes("MemAvailable", "/proc/meminfo")) is not None:
         found.append(Limit("RAM and swap" if swap else "RAM", free + swap, "a host with more memory"))
     found += [
         Limit(f"cgroup {folder}", left + swap, "raise the memory limit of the container or control group")
@@ -99,15 +99,15 @@ def limits() -> list[Limit]:
 
 def available_nbytes() -> int | None:
     """Return the bytes that the machine and this process's control groups still leave to it; None where unknown."""
-    free = _meminfo("MemAvailable")
+    free = field_nbytes("MemAvailable", "/proc/meminfo")
     left = ([] if free is None else [free]) + [left for _, left in _groups_left()]
     return max(min(left), 0) if left else None
 
 
-def _meminfo(name: str) -> int | None:
-    """Return an entry of /proc/meminfo in bytes; None where there is none."""
+def field_nbytes(name: str, file: str = "/proc/self/status") -> int | None:
+    """Return a field of a file of /proc that counts kB, in bytes; None where there is none."""
     try:
-        found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path(file).read_text(), re.MULTILINE)
     except OSError:
         return None
     return int(found[1]) << 10 if found else None

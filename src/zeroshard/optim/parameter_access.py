@@ -232,9 +232,8 @@ def whole_states(group: ParamGroup, index: int, entries: State) -> State:
 
     A rank that has no elements of the parameter may have no states of it: it gets their names and scalars from other ranks.
     """
-    plain = {
-        k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items() if not isinstance(v, ShardedTensor)
-    }  # on the host, since a peer's device may be another
+    # on the host, since a peer's device may be another
+    plain = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items() if not isinstance(v, ShardedTensor)}
     sharded = {k: v._local for k, v in entries.items() if isinstance(v, ShardedTensor)}
     kept = {k for k, v in plain.items() if not sendable(v)}  # objects that can not be sent
     mine = ({k: v for k, v in plain.items() if k not in kept}, {k: v.dtype for k, v in sharded.items()}, sorted(kept))

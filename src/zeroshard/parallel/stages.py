@@ -138,10 +138,8 @@ class _End:
         if not self._sends:
             return output
         sent: Tensor = output[0] if isinstance(output, tuple) else output
-        self._place.sent, hidden = (
-            sent,
-            sent.detach(),
-        )  # the modules after the blocks belong to another stage: no graph is needed here
+        # the modules after the blocks belong to another stage: no graph is needed here
+        self._place.sent, hidden = sent, sent.detach()
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     def __getattr__(self, name: str) -> Any:

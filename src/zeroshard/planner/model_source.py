@@ -143,14 +143,8 @@ def _preset(name: str) -> ModelSource:
             experts=row["experts"], notes=(ROUTING,) if row["experts"] else (), source=row["source"],
         )  # fmt: skip
     if row is not None:
-        sizes = {
-            "vocab_size": row["vocab"],
-            "seq_len": row["seq"],
-            "dim": row["hidden"],
-            "layers": row["layers"],
-            "heads": row["heads"],
-        }
-        config, source = GPTConfig(**sizes, bias=True, tied=True), row["source"]
+        config = GPTConfig(row["vocab"], row["seq"], row["hidden"], row["layers"], row["heads"], bias=True, tied=True)
+        source = row["source"]
     elif (study := CASE_STUDIES.get(name)) is not None:
         config, source = study.full, "; ".join(f"{what}: {where}" for what, where in study.sources.items())
     else:

@@ -71,9 +71,8 @@ class Operators(TorchDispatchMode):
         self.recorder.begin(trace)
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: tuple = (), kwargs: dict | None = None) -> object:
-        if (
-            func is _DEVICE and type(args[0]) is torch_compat.FakeTensor
-        ):  # most calls: every look at a fake tensor's device is one
+        # most calls: every look at a fake tensor's device is one
+        if func is _DEVICE and type(args[0]) is torch_compat.FakeTensor:
             return args[0].fake_device
         if any(issubclass(kind, self.subclasses) for kind in types):
             return NotImplemented  # the subclass unwraps itself first, and its operators on plain tensors come here

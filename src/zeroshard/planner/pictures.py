@@ -28,12 +28,8 @@ COLOURS = {
     RESIDUALS: "#c08497", STAGING: "#c9a227", PARTIAL: "#d8846f", GATHERED: "#d98324", CHECKPOINTS: "#7fb8b2", ACTIVATIONS: "#1b7f79",
 }  # fmt: skip
 OTHER = "#bbbbbb"
-_BESIDE = {
-    "load": "",
-    "first step": "",
-    "step": "optimizer",
-    "save": "",
-}  # phases without visits of units, and what is at work in them
+# phases without visits of units, and what is at work in them
+_BESIDE = {"load": "", "first step": "", "step": "optimizer", "save": ""}
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .4rem; }

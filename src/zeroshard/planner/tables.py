@@ -50,10 +50,8 @@ def memory(plan: Plan, most: int | None = None) -> Sheet:
         where = tier.value if plan.separate or tier is not Tier.DEVICE else "memory"
         named = sorted(amounts.items(), key=lambda item: -max(item[1]))
         if most is not None and len(named) > most + 1:
-            named = [
-                *named[:most],
-                ("others", [sum(column) for column in zip(*(found for _, found in named[most:]), strict=True)]),
-            ]
+            others = [sum(column) for column in zip(*(found for _, found in named[most:]), strict=True)]
+            named = [*named[:most], ("others", others)]
         rows += [(f"{where}: {each}", *cells(found)) for each, found in named]
         rows.append((f"{where}: total", *cells([phase.nbytes(tier) for phase in phases])))
         if hardware is None:

@@ -89,9 +89,8 @@ local_part = attrgetter("_local_tensor")  # DTensor -> this rank's part, not rec
 checkpoint_offset = attrgetter("_checkpoint_offset")
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor; swapping tensors leaves them where they are
 FAKE_DEVICE = ("fake_device", "_fake_device")  # attributes with a fake tensor's device
-grad_attribute = cast(
-    GetSetDescriptorType, torch.Tensor.grad
-)  # torch's descriptors of `.grad` and `.data`, which subclasses may override
+# torch's descriptors of `.grad` and `.data`, which subclasses may override
+grad_attribute = cast(GetSetDescriptorType, torch.Tensor.grad)
 data_attribute = cast(GetSetDescriptorType, torch.Tensor.data)
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # as `__torch_function__` of a subclass: torch's functions without any override

@@ -246,11 +246,8 @@ class Unit:
         self.depth = 0  # number of forwards that run inside (they nest)
         self.in_backward = False
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
-        self.groups, self.sharded, self.phase = (
-            [],
-            False,
-            Phase.READY,
-        )  # where `make` fails, parameters refer to this unit already
+        # where `make` fails, parameters refer to this unit already
+        self.groups, self.sharded, self.phase = [], False, Phase.READY
         self.groups = groups = [make(self, given) for given in layouts]
         self.gathered = [group for group in groups if group.values.sharded]  # the other groups are whole at rest
         self.sharded = bool(self.gathered)

@@ -23,7 +23,8 @@ import zeroshard as zs
 from benchmarks.contenders import plain_step
 from benchmarks.micro import take_turns
 from benchmarks.plan import ModelShape, Workload
-from benchmarks.statistics import LOSS_TOLERANCE, median_ratio
+from benchmarks.race import LOSS_TOLERANCE
+from benchmarks.tables import median_ratio
 from benchmarks.workload import batch, blocks, build_model, build_optimizer
 from zeroshard.comm.launch import run_processes
 

@@ -184,9 +184,8 @@ def _op(fn: Callable[..., R]) -> Callable[..., R]:
         result = fn(*args, **kwargs)
         get_accelerator().synchronize()  # else the time would be that of starting the operation
         seconds = time.perf_counter() - started
-        nbytes = max(
-            (tensor.numel() * tensor.element_size() for tensor in find_tensors((args, kwargs))), default=0
-        )  # its input or output
+        # its input or output
+        nbytes = max((tensor.numel() * tensor.element_size() for tensor in find_tensors((args, kwargs))), default=0)
         comms_logger.records[name][nbytes].append(seconds)
         if comms_logger.verbose and get_rank() == 0:
             print(f"deepspeed.comm {name}: {nbytes} bytes, {seconds * 1e3:.2f} ms")

@@ -135,9 +135,7 @@ def by_formula(
     return [layout for _, layout in in_order(fitting, lambda pair: pair)]
 
 
-def _check(
-    profile: Profile, devices: int, global_batch: int, fixed: Mapping[str, Any], margin: float
-) -> None:  # fmt: skip
+def _check(profile: Profile, devices: int, global_batch: int, fixed: Mapping[str, Any], margin: float) -> None:
     for name, value in (("devices", devices), ("global_batch", global_batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name}: expected a whole number of at least 1, got {value!r}.")
@@ -270,9 +268,7 @@ def _kind(layout: Layout) -> tuple:
     return lay.stage, lay.tiers, lay.pp, lay.tp, lay.ep, lay.sp, lay.checkpointing, lay.hpz, lay.shard_size, lay.quantized_weights
 
 
-def _confirmed(
-    ranked: Sequence[Layout], request: Request, limits: Mapping[Tier, float], counts: Counter[str]
-) -> list[Candidate]:  # fmt: skip
+def _confirmed(ranked: Sequence[Layout], request: Request, limits: Mapping[Tier, float], counts: Counter[str]) -> list[Candidate]:
     """Return the fastest kinds that fit by dry runs, in the order of their simulated steps. Raises ConfigError if none fits."""
     found: list[Candidate] = []
     kinds: set[tuple] = set()
@@ -326,9 +322,7 @@ def _reason(
     if any(tier is not Tier.DEVICE for tier in layout.tiers):
         lower = replace(layout, optimizer=Tier.DEVICE, gradient=Tier.DEVICE, parameter=Tier.DEVICE)
     elif layout.stage > 0:
-        lower = replace(
-            layout, stage=layout.stage - 1, hpz=1, shard_size=None, quantized_weights=None, quantized_gradients=None
-        )  # fmt: skip
+        lower = replace(layout, stage=layout.stage - 1, hpz=1, shard_size=None, quantized_weights=None, quantized_gradients=None)
     if lower is not None:
         needed = sum(held_of(profile, lower)[Tier.DEVICE].values())
         what = f"ZeRO-{lower.stage}" if lower.stage != layout.stage else "Without offloading it"

@@ -19,9 +19,8 @@ from .simulate import simulate
 from .spread import two_digits
 from .trace import Trace
 
-Maker = Callable[
-    [int, int], Trace | Sequence[Trace]
-]  # (ranks, micro-batch) -> the trace of one rank, or of one rank of each stage
+# (ranks, micro-batch) -> the trace of one rank, or of one rank of each stage
+Maker = Callable[[int, int], Trace | Sequence[Trace]]
 HALF = 0.5
 _US = 1e6
 
@@ -109,12 +108,10 @@ class Sweep:
 
     def draw(self, path: str | Path, title: str = "") -> None:
         """Draw a PNG: throughput over ranks on logarithmic axes with the ideal and the limits, and TFLOPS a device."""
-        import matplotlib
+        from matplotlib.figure import Figure
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
+        figure = Figure(figsize=(13, 5.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
         for setting, rows in self.curves.items():
             limit = _limit(setting, rows)
             ranks = [row.ranks for row in rows]
@@ -137,7 +134,6 @@ class Sweep:
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
         figure.suptitle(title or f"Scaling on {self.hardware.name}")
         figure.savefig(path, dpi=130)
-        plt.close(figure)
 
 
 def sweep(

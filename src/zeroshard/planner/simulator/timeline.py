@@ -38,22 +38,15 @@ def write_chrome_trace(simulation: Simulation, path: str | Path) -> None:
         events.append({"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": thread["tid"]}})
     for number, place, begin, end in simulation.spans:
         task = simulation.traces[number].tasks[place]
-        found = {
-            "unit": task.unit,
-            "flops": task.flops,
-            "kernels": task.kernels,
-            "parameters": task.numel,
-            "channel": task.channel,
-        }
+        found: dict[str, object] = {f"{resource.value} bytes": nbytes for resource, nbytes in task.nbytes.items()}
+        found |= {name: getattr(task, name) for name in ("unit", "flops", "kernels")}
+        found |= {"parameters": task.numel, "channel": task.channel}
         if task.peers > 1:
             found |= {"ranks": task.peers, "axis": task.axis}
-        arguments = {f"{r.value} bytes": n for r, n in task.nbytes.items() if n} | {
-            name: value for name, value in found.items() if value
-        }
         events += [
             {
                 "ph": "X", "name": task.name, "cat": task.phase, "pid": number, "tid": resources.index(lane), "ts": 1e6 * begin,
-                "dur": 1e6 * (end - begin), "args": arguments,
+                "dur": 1e6 * (end - begin), "args": {name: value for name, value in found.items() if value},
             }
             for lane in _lanes_of(task, simulation.hardware)
         ]  # fmt: skip
@@ -63,17 +56,16 @@ def write_chrome_trace(simulation: Simulation, path: str | Path) -> None:
 
 def draw_timeline(simulation: Simulation, path: str | Path, title: str = "") -> None:
     """Draw a PNG with all lanes in which something is done."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
     lanes = _lanes(simulation)
     rows = {lane: row for row, lane in enumerate(lanes)}
     bars: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)  # by row, colour and that of the edge
     kinds: dict[str, str] = {}
     height = min(_MOST_IN, 1.8 + _LANE_IN * len(lanes))
-    figure, axis = plt.subplots(figsize=(_WIDTH_IN, height), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_IN, height), layout="constrained")
+    axis = figure.subplots()
     room = simulation.step_s / (_WIDTH_IN * _LETTERS_IN)  # of a letter
     for number, place, begin, end in simulation.spans:
         task = simulation.traces[number].tasks[place]
@@ -102,10 +94,9 @@ def draw_timeline(simulation: Simulation, path: str | Path, title: str = "") -> 
     axis.set_title(
         "\n".join(filter(None, (title, f"{1e3 * simulation.step_s:.4g} ms a step, {simulation.bound}"))), fontsize=9, loc="left"
     )
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in kinds.values()]
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in kinds.values()]
     figure.legend(handles, list(kinds), loc="outside lower center", ncols=max(1, len(kinds)), fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def _lanes_of(task: Task, hardware: Hardware) -> list[Resource]:

@@ -3,6 +3,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -19,19 +20,27 @@ at::ScalarType type_or_default(MaybeType dtype) {
 
 }  // namespace
 
+// As CUDA does: with deterministic algorithms, memory of a new tensor holds NaN, or the largest number.
+static at::Tensor filled(at::Tensor made) {
+  auto& context = at::globalContext();
+  if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory())
+    at::native::fill_empty_deterministic_(made);
+  return made;
+}
+
 int index_of(MaybeDevice device) { return device && device->has_index() ? device->index() : thread_state().device; }
 
 at::Tensor empty(c10::IntArrayRef size, MaybeType dtype, MaybeLayout, MaybeDevice device, std::optional<bool> pin,
                  std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   OnDevice on(index_of(device));
-  return at::detail::empty_generic(size, device_allocator(), kDeviceKeys, type_or_default(dtype), format);
+  return filled(at::detail::empty_generic(size, device_allocator(), kDeviceKeys, type_or_default(dtype), format));
 }
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, MaybeType dtype, MaybeLayout,
                          MaybeDevice device, std::optional<bool>) {
   OnDevice on(index_of(device));
-  return at::detail::empty_strided_generic(size, stride, device_allocator(), kDeviceKeys, type_or_default(dtype));
+  return filled(at::detail::empty_strided_generic(size, stride, device_allocator(), kDeviceKeys, type_or_default(dtype)));
 }
 
 // -- views
