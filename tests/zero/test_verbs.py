@@ -129,3 +129,24 @@ def test_while_units_are_in_use_states_are_not_at_rest(tmp_path):
             found.append(name)
     assert len(found) == 6
     calls["zs.close"]()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_between_two_units_of_a_forward_states_are_not_at_rest(stage, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=stage, units=["Linear"])
+    refused = []
+
+    def inside(*_):
+        for verb in (lambda: zs.save(tmp_path, model, optimizer, step=1), lambda: zs.offload_states(model)):
+            with pytest.raises(zs.ZeroshardError, match="called inside a forward"):
+                verb()
+            refused.append(verb)
+
+    handle = model[1].register_forward_pre_hook(inside)
+    model(torch.ones(3, 4)).sum().backward()
+    handle.remove()
+    assert len(refused) == 2
+    optimizer.step()
+    zs.save(tmp_path, model, optimizer, step=1)
+    zs.close(model)

@@ -460,15 +460,15 @@ class _Loading:
         runtime, reading = self.runtime, self.reading
         if self.core is not None:
             self.core.drain()  # a pending delayed update would overwrite the loaded masters
-        runtime.gate.refresh(runtime.groups)  # what the program wrote to parameters that are not in the checkpoint
-        runtime.gate.outdate()
+        runtime.gate.before(*runtime.units)  # masters that the host's step has read ahead would undo the load
         runtime.zero_grad()
         runtime.topology.forget()
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
-        safetensors.stream(engine_of(self.model), self.stages.values, found, stored, False)
+        engine = engine_of(self.model)
+        safetensors.stream(engine, self.stages.values, found, stored, False)
         computed = safetensors.read_computed(self.model, stored)
         refused = module_state.give_back(self.model, self.opened, computed, reading, self.comm.rank)
-        loaded(self.stages.values)
+        loaded([each for each in self.stages.values if each.own_name in self.found])  # the next step follows writes to others
         if self.core is not None:
             self._restore().put(write_over=True)
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):
@@ -477,6 +477,8 @@ class _Loading:
         stored = reading.guard(self.stored_slices)
         for key, each in self.slices:
             each.fill(stored[key])
+        loaded(each for _, each in self.slices)
+        loaded(engine.slices("optimizer") if self.core is not None else ())
         self._take_own()
         outcome = (reading.error, None if refused is None else str(refused))
         everyone = exchange_values(self.comm, outcome, "zs.load: read")

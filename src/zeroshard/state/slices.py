@@ -190,11 +190,14 @@ class StateSlice(NamedPart):
             group.masters.rest.store(group.homes[index].begin, values)
 
 
-def loaded(values: list[StateSlice]) -> None:
-    """Record, after a load on all ranks, that no value of these is newer than its master, and that all ranks agree on it."""
-    for each in values:
-        each._group.masters.traces.clear()
-        each._group.masters.written(each._index)
+def loaded(slices: Iterable[StateSlice]) -> None:
+    """Record, after a load on all ranks, that all agree on these slices, and that none of the values is newer than its master."""
+    for each in slices:
+        masters, (what, _, name) = each._group.masters, each.kind.partition(":")
+        if what == "value":
+            masters.written(each._index)
+        else:
+            masters.traces.pop((each._index, "states" if what == "optimizer" else f"average {name}"), None)
 
 
 def named_parts(model: nn.Module, specs: Iterable[ParamSpec]) -> list[NamedPart]:

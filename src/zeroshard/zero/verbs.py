@@ -91,7 +91,10 @@ def begin(runtime: Runtime, verb: str, *also: str, note: bool = True) -> None:
     if needs.recovers:
         runtime.recover()
     if needs.between_steps:
-        for unit in runtime.units:
-            if unit.in_use:
-                where = f"inside a forward, a backward or zs.gathered() ({unit.name})"
-                raise ZeroshardError(f"{verb}: called {where}; call it between steps.")
+        busy = [unit.name for unit in runtime.units if unit.in_use]
+        # a compiled forward has no frame, by which one that was interrupted could be told
+        if any(forward.frame is not None for forward in runtime.forwards) or runtime.in_backward:
+            busy.append(type(runtime.model).__name__)  # between two units, or in ones that are whole at rest
+        if busy:
+            where = f"inside a forward, a backward or zs.gathered() ({busy[0]})"
+            raise ZeroshardError(f"{verb}: called {where}; call it between steps.")
