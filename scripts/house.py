@@ -225,7 +225,7 @@ BOUNDS: dict[str, float] = {
     "names that planner imports": 119,
     "places of planner inside the engine": 59,
     "names that checkpoint imports": 56,
-    "places of checkpoint inside the engine": 117,
+    "places of checkpoint inside the engine": 115,
     "names that parallel imports": 43,
     "places of parallel inside the engine": 59,
     "names that activations imports": 68,
