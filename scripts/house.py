@@ -224,7 +224,7 @@ BOUNDS: dict[str, float] = {
     "lines of these, api": 30_500,
     "names that planner imports": 119,
     "places of planner inside the engine": 59,
-    "names that checkpoint imports": 56,
+    "names that checkpoint imports": 52,
     "places of checkpoint inside the engine": 115,
     "names that parallel imports": 43,
     "places of parallel inside the engine": 59,

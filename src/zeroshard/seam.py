@@ -18,7 +18,10 @@ from .comm.control import Control
 from .comm.mesh.axes import Parts
 from .memory.ledger import Observer as Observer
 from .reports.snapshot import Snapshot, snapshot_of
-from .state.slices import StateSlice, slices_of
+from .state.slices import NamedPart as NamedPart
+from .state.slices import StateSlice as StateSlice
+from .state.slices import loaded as loaded
+from .state.slices import slices_of
 from .zero import verbs
 from .zero.along_axis import Line
 from .zero.mixed_precision import LossScaler
@@ -39,16 +42,17 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
+        """The sharded model itself, without the wrapper of `torch.compile`."""
         return self._runtime.model
 
     @property
     def ranks(self) -> DirectComm:
-        """The data-parallel ranks: those that train the same part of the model on other data."""
+        """The Comm of the data-parallel ranks, which train the same part of the model on other data. All of them call its methods."""
         return self._runtime.comm
 
     @property
     def world(self) -> DirectComm:
-        """All ranks that train the model, on whatever part of it."""
+        """The Comm of all ranks that train the model, on whatever part of it."""
         return self._runtime.topology.world
 
     @property
@@ -58,7 +62,7 @@ class Engine:
 
     @property
     def divided(self) -> bool:
-        """True if a rank has a part of the model alone: a stage, layers cut by tensor parallelism, some of the experts."""
+        """True if a rank has only a part of the model: a stage, layers cut by tensor parallelism, some of the experts."""
         return len(self._runtime.topology.places) > 1
 
     @property
@@ -103,7 +107,10 @@ class Engine:
         return slices_of(self._runtime, kinds)
 
     def begin(self, verb: str, *also: str, note: bool = True) -> None:
-        """Raise unless the model is as a public function needs it: `verb` names a row of `zero.verbs.VERBS` (see its `begin`)."""
+        """Raise unless the model is as a public function needs it. verb: its name, as in the table of docs/reference/errors.md.
+
+        also, note: see `zero.verbs.begin`.
+        """
         verbs.begin(self._runtime, verb, *also, note=note)
 
     def observe(self, observer: Observer) -> RemovableHandle:

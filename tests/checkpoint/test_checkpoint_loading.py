@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoint_kit import assert_equal, build, snapshot, train
 from helpers import token_batches
+from safetensors.torch import save_file
 
 import zeroshard as zs
 from zeroshard.checkpoint import bulk_reader, loading, resolver, safetensors, state_map, writing
@@ -443,22 +444,27 @@ def test_a_load_in_inference_mode_leaves_states_that_can_be_trained(tmp_path):
     zs.close(model)
 
 
+def written_and_partly_loaded(folder, rank, write, **options):
+    """A model in bf16 whose first weight a program has written before a load of the other one; its optimizer keeps values."""
+    save_file({"1.weight": torch.ones(2, 4)}, folder / f"part{rank}.safetensors")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = zs.shard(model, optimizer, precision="bf16", units="model", **options)
+    with torch.no_grad():
+        write(model[0].weight)
+    zs.load(folder / "part0.safetensors", model, strict=False)
+    return model, optimizer
+
+
 @pytest.mark.parametrize(
     "options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "master_weights": "split"}], ids=["1", "3", "split"]
 )
 def test_what_a_program_wrote_before_a_partial_load_stays(tmp_path, options):
     """The load passes over a parameter that was just written: its master follows, and the next step does not undo the write."""
-    safetensors_torch = pytest.importorskip("safetensors.torch")
-    safetensors_torch.save_file({"1.weight": torch.ones(2, 4)}, tmp_path / "part.safetensors")
 
     def run(rank):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        model, optimizer = zs.shard(model, optimizer, precision="bf16", units="model", **options)
-        with torch.no_grad():
-            model[0].weight.mul_(3)
-        zs.load(tmp_path / "part.safetensors", model, strict=False)
+        model, optimizer = written_and_partly_loaded(tmp_path, rank, lambda weight: weight.mul_(3), **options)
         written = zs.full_state_dict(model)
         model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
         optimizer.step()
@@ -511,16 +517,9 @@ def test_masters_that_were_read_ahead_do_not_undo_a_load_of_the_model_alone(tmp_
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_partial_load_does_not_forget_that_ranks_wrote_differently(tmp_path, stage):
-    safetensors_torch = pytest.importorskip("safetensors.torch")
-    safetensors_torch.save_file({"1.weight": torch.ones(2, 4)}, tmp_path / "part.safetensors")
 
     def run(rank):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-        model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="bf16", stage=stage)
-        with torch.no_grad():
-            model[0].weight.fill_(rank + 1.0)
-        zs.load(tmp_path / "part.safetensors", model, strict=False)
+        model, optimizer = written_and_partly_loaded(tmp_path, rank, lambda weight: weight.fill_(rank + 1.0), stage=stage)
         model(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
         with pytest.raises(zs.ModelMismatch, match="0.weight"):
             optimizer.step()

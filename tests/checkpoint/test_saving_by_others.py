@@ -162,6 +162,7 @@ def test_a_compiled_model_is_saved_as_the_model_that_it_is(tmp_path, wrap):
     try:
         extract_model_from_parallel(wrap(copy.deepcopy(base)))
     except KeyError:
+        # it fails without zeroshard, too; files of compiled blocks that Accelerate does not write are in test_wrapped_models
         pytest.skip("this Accelerate fails on a compiled block of any model")
 
     def run(rank):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..state.slices import StateSlice
+from ..seam import StateSlice
 from ..tensor.tiled_parameter import Part
 
 _CHUNK_NUMEL = 1 << 20

@@ -27,11 +27,9 @@ from ..memory.host_memory import available_nbytes
 from ..memory.io.tensor_reader import Stored
 from ..optim import state_loading
 from ..optim.state_loading import SavedState
-from ..seam import engine_of
-from ..state.slices import StateSlice, loaded
+from ..seam import StateSlice, engine_of, loaded
 from ..utils.host import ranks_here
 from ..zero.runtime import Runtime, runtime_of
-from ..zero.verbs import begin
 from . import directory, module_state, safetensors
 from . import state_map as holding
 from .bulk_reader import Bulk, Reading
@@ -146,7 +144,7 @@ def _agree(
     core, mine, problem = None, dict[str, object](), None
     try:
         core = core_of(runtime, optimizer, "zs.load")
-        begin(runtime, "zs.load")
+        engine_of(runtime.model).begin("zs.load")
         runtime.check_model()
         check_named(extra, "zs.load")
         if verify not in (True, False, "before"):

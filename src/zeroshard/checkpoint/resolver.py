@@ -17,7 +17,7 @@ from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
 from ..memory.io.tensor_reader import Stored, StoredBoxes, StoredCoded, StoredTensor
-from ..state.slices import NamedPart
+from ..seam import NamedPart
 from ..tensor.chunks import overlap
 from ..tensor.state_codecs import labelled_column
 from . import directory, module_state, safetensors

@@ -29,14 +29,12 @@ from ..comm.codec import exchange_values
 from ..errors import ConfigError, OffloadIOError, ZeroshardError
 from ..memory.io.aligned import bytes_of, empty
 from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
-from ..seam import Engine, engine_of
-from ..state.slices import StateSlice
+from ..seam import Engine, StateSlice, engine_of
 from ..tensor.tiled_parameter import whole_name
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name, own_state
 from ..zero.rank_consistency import distinct
 from ..zero.runtime import Runtime, runtime_of
-from ..zero.verbs import begin
 from .directory import sync
 from .file_writer import Elements, Range, write_ranges
 from .heartbeat import raise_first, telling
@@ -191,7 +189,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
         CheckpointError: on every rank, if anything else ended the writing on one (no memory, no thread). Nothing is kept.
     """
     runtime = runtime_of(model)
-    begin(runtime, "zs.save_safetensors")
+    engine_of(model).begin("zs.save_safetensors")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"zs.save_safetensors: dtype: expected one of floating-point numbers, or None, got {dtype}.")
     comm, target = runtime.topology.world, Path(path)

@@ -25,9 +25,8 @@ from ..comm.base import DirectComm
 from ..comm.codec import exchange_values
 from ..errors import CheckpointError, ConfigError, ModelMismatch
 from ..optim.sharded_optimizer import OptimizerCore
-from ..state.slices import StateSlice
+from ..seam import StateSlice, engine_of
 from ..zero.runtime import Runtime, runtime_of
-from ..zero.verbs import begin
 from . import directory
 from .heartbeat import raise_first, telling, together
 from .stages import Stages, agree
@@ -94,15 +93,15 @@ def save(
         ModelMismatch: ranks wrote different values into one parameter.
         ConfigError: ranks passed different arguments, a value can not be saved, or `path` is not one folder for all ranks.
     """
-    started, runtime = time.monotonic(), runtime_of(model)
-    begin(runtime, "zs.save")
+    started, runtime, engine = time.monotonic(), runtime_of(model), engine_of(model)
+    engine.begin("zs.save")
     saver, plan, core, extras, slices, problem = saver_of(runtime), None, None, {}, {}, None
     try:
         runtime.check_model()
         core = core_of(runtime, optimizer, "zs.save")
         options = asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest
         plan = _plan(runtime, path, step, name, *options, files or {})
-        extras, slices = serialised(extra), slices_of(extra, runtime.model)
+        extras, slices = serialised(extra), slices_of(extra, engine.model)
     except Exception as error:
         problem = telling(error, "zs.save", runtime.topology.world.rank)
     digests = {name: hashlib.sha256(each.content).hexdigest() for name, each in extras.items()}

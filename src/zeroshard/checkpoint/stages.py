@@ -18,8 +18,7 @@ from typing import Any
 from ..comm.codec import exchange_values
 from ..errors import ConfigError
 from ..optim.sharded_optimizer import OptimizerCore
-from ..seam import engine_of
-from ..state.slices import StateSlice
+from ..seam import StateSlice, engine_of
 from ..zero.runtime import Runtime
 from .heartbeat import raise_first, telling
 from .module_state import names_in

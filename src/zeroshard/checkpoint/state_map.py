@@ -27,8 +27,7 @@ import xxhash
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..seam import engine_of
-from ..state.slices import StateSlice
+from ..seam import StateSlice, engine_of
 from ..tensor.chunks import Box, boxes_of
 from ..tensor.tiled_parameter import Part
 from ..utils.module_names import own_state

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
 from ..errors import ConfigError, ZeroshardError
-from ..seam import engine_of
-from ..state.slices import StateSlice
+from ..seam import StateSlice, engine_of
 from . import directory
 from .dcp import archived
 

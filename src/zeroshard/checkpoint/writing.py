@@ -33,7 +33,7 @@ import xxhash
 from ..comm.codec import decode, encode
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
 from ..memory.io.async_file import Engine, open_file
-from ..state.slices import StateSlice
+from ..seam import StateSlice
 from ..utils.version import __version__
 from ..zero.runtime import Runtime
 from . import directory
