@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.memory.io.aligned import empty_aligned
-from zeroshard.memory.io.async_file import Engine
-from zeroshard.memory.io.swap_folder import SwapFolder
-from zeroshard.optim import cpu_kernels
+from zeroshard.tiers import cpu_kernels
+from zeroshard.tiers.io.aligned import empty_aligned
+from zeroshard.tiers.io.async_file import Engine
+from zeroshard.tiers.io.swap_folder import SwapFolder
 from zeroshard.utils.sheets import PLAIN
 
 from .micro import Case, measure, one_line

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.seam import engine_of
 from zeroshard.utils import torch_compat
-from zeroshard.zero.runtime import runtime_of
 
 from .plan import Contender, Workload
 from .workload import blocks, build_model, build_optimizer, optimizer_options

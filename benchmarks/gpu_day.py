@@ -38,13 +38,13 @@ import torch.distributed as dist
 
 import zeroshard as zs
 from zeroshard.cli.sheets import say
-from zeroshard.comm.codecs import CODECS, block_quantization, codec_of
 from zeroshard.config import Tier
-from zeroshard.memory.host_memory import available_nbytes
+from zeroshard.formats import state_codecs
+from zeroshard.packing.codecs import CODECS, block_quantization, codec_of
 from zeroshard.planner.dry_run import observe
 from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.plan import KEPT
-from zeroshard.tensor import state_codecs
+from zeroshard.tiers.host_memory import available_nbytes
 from zeroshard.utils.sheets import PLAIN, Sheet
 from zeroshard.utils.state_format import StateFormat
 

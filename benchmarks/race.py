@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from zeroshard.cli.sheets import say
-from zeroshard.memory.host_memory import available_nbytes
 from zeroshard.planner.simulator.disk_bandwidth import PHASES, DiskSpeed, bandwidth
+from zeroshard.tiers.host_memory import available_nbytes
 from zeroshard.utils.sheets import BAD, GOOD, PLAIN, WARNING
 
 from . import memory

@@ -33,10 +33,10 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.checkpoint import heartbeat
-from zeroshard.comm import process_group
-from zeroshard.comm.codec import decode, encode
 from zeroshard.comm.fake import FakeComm
 from zeroshard.comm.launch import run_processes
+from zeroshard.engine.comm import process_group
+from zeroshard.engine.comm.messages import decode, encode
 from zeroshard.utils.one_thread import Turn
 
 from . import memory

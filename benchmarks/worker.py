@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from zeroshard.optim.cpu_kernels import host_threads
 from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskBursts, write_bulk
+from zeroshard.tiers.cpu_kernels import host_threads
 
 from . import contenders, memory, parallel, sequences
 from .contenders import Keeper

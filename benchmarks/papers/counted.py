@@ -14,12 +14,12 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
+from zeroshard.engine.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.planner.models import GPT
 from zeroshard.planner.models.gpt import GPTConfig
 from zeroshard.testing import imagined_mesh
 from zeroshard.utils.torch_compat import FakeTensorMode
-from zeroshard.zero.runtime import runtime_of
 
 STATES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)
 # 2 + 2 + 12 bytes a parameter, as in the papers; zs.shard's default keeps reduced gradients in fp32: 2 + 4 + 12

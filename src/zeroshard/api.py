@@ -16,42 +16,42 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from .axes import distributed, topology
+from .axes.along_axis import attachments, check_axes, connect
+from .axes.mesh import Axes, PlannedLayout, axes_of
+from .axes.tiled_parameter import join, parts_in
+from .axes.topology import Topology
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
-from .comm.mesh import topology
-from .comm.mesh.axes import Axes, PlannedLayout, axes_of
-from .comm.mesh.topology import Topology
 from .config import Config
+from .engine import hooks
+from .engine.auto_wrap import check_lazy, collect, device_of
+from .engine.ledger import Ledger
+from .engine.mixed_precision import Progress
+from .engine.optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
+from .engine.parameter import ParamHome, ParamSpec
+from .engine.runtime import Runtime, runtime_of
+from .engine.shard_model import Inventory, build_units, open_tiers
+from .engine.tensor.sharded_tensor import ShardedTensor
+from .engine.unit import Phase
+from .engine.verbs import begin
 from .errors import ConfigError, ZeroshardError
-from .memory.ledger import Ledger
+from .guard.rank_consistency import agree_on_initial_values, check_same_model
+from .guard.shared_storage import check_sharing
+from .guard.validation import check_optimizer
 from .optim.late_optimizer import watch
-from .optim.parameter_access import whole_states
-from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
-from .optim.state_view import state_by_param
 from .optim.take_over import TakeOver
-from .optim.validation import check_optimizer
 from .seam import Engine
+from .state.parameter_access import whole_states
 from .state.slices import named_parts
-from .tensor import distributed
-from .tensor.sharded_tensor import ShardedTensor
-from .tensor.tiled_parameter import join, parts_in
+from .state.state_view import state_by_param
+from .tiers.auto_stage import choose, is_auto
 from .utils.module_names import own_name
-from .zero import hooks, init_context
-from .zero.along_axis import attachments, check_axes, connect
-from .zero.auto_stage import choose, is_auto
-from .zero.auto_wrap import check_lazy, collect, device_of
-from .zero.closing import close as close
-from .zero.closing import whole_values
-from .zero.ddp_interface import accumulate as accumulate
-from .zero.mixed_precision import Progress
-from .zero.parameter import ParamHome, ParamSpec
-from .zero.rank_consistency import agree_on_initial_values, check_same_model
-from .zero.runtime import Runtime, runtime_of
-from .zero.shard_model import Inventory, build_units, open_tiers
-from .zero.shared_storage import check_sharing
-from .zero.unit import Phase
-from .zero.verbs import begin
+from .values import init_context
+from .values.closing import close as close
+from .values.closing import whole_values
+from .values.ddp_interface import accumulate as accumulate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

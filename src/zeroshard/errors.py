@@ -2,7 +2,7 @@
 
 Some also derive from Python's error of the same kind (ValueError, MemoryError, ...), so that handlers of those catch them;
 failures of the run (a lost peer, a stall) derive from `ZeroshardError` alone. The one that derives from torch's error,
-DeviceMemoryError, is in zero/out_of_memory.py: this file is read before a command has parsed its options, without torch.
+DeviceMemoryError, is in guard/out_of_memory.py: this file is read before a command has parsed its options, without torch.
 """
 
 from __future__ import annotations

@@ -12,4 +12,4 @@ Any contiguous CPU tensor and any offset are accepted; where both are aligned (4
 folder for such files that is removed with its process; `measure` returns the speed of a disk.
 """
 
-from .memory.io import *  # noqa: F403  # its __all__
+from .tiers.io import *  # noqa: F403  # its __all__

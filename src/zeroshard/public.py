@@ -25,6 +25,7 @@ from .config import Config, Offload, Tier
 from .data.sampler import ShardedSampler
 from .data.sequence import SequenceLoader, shard_sequence
 from .data.uneven import join, stop_together
+from .engine.optimizer import StepRecord
 from .errors import (
     BaseModelMismatch,
     CheckpointCorrupt,
@@ -51,22 +52,21 @@ from .errors import (
     ThreadsMet,
     ZeroshardError,
 )
+from .guard.out_of_memory import DeviceMemoryError
 from .optim.averaged_model import AveragedModel, ema
 from .optim.lion import Lion
 from .optim.muon import Muon
-from .optim.offload_states import offload_states, reload_states
-from .optim.parameter_access import gradient_of, state_of, value_of
-from .optim.sharded_optimizer import StepRecord
 from .optim.whole_matrix import whole_matrix
 from .reports.report import Report, report
+from .state.parameter_access import gradient_of, state_of, value_of
+from .tiers.offload_states import offload_states, reload_states
 from .utils.compression import Compression
 from .utils.state_format import StateFormat
 from .utils.version import __version__
-from .zero.gathered_parameters import gathered
-from .zero.init_context import init
-from .zero.method_forward import register_forward
-from .zero.out_of_memory import DeviceMemoryError
-from .zero.tensor_stream import stream_full_tensors
+from .values.gathered_parameters import gathered
+from .values.init_context import init
+from .values.method_forward import register_forward
+from .values.tensor_stream import stream_full_tensors
 
 if TYPE_CHECKING:
     from .parallel import tensor_parallel as tensor_parallel

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .comm.base import DirectComm
-from .comm.control import Control
-from .comm.mesh.axes import Parts
-from .memory.ledger import Observer as Observer
+from .axes.along_axis import Line
+from .axes.mesh import Parts
+from .engine import verbs
+from .engine.comm.base import DirectComm
+from .engine.comm.control import Control
+from .engine.ledger import Observer as Observer
+from .engine.mixed_precision import LossScaler
+from .engine.parameter import ParamHome
+from .engine.runtime import Runtime, runtime_of
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.slices import NamedPart as NamedPart
 from .state.slices import StateSlice as StateSlice
 from .state.slices import loaded as loaded
 from .state.slices import slices_of
-from .zero import verbs
-from .zero.along_axis import Line
-from .zero.mixed_precision import LossScaler
-from .zero.parameter import ParamHome
-from .zero.runtime import Runtime, runtime_of
 
 
 class Engine:

@@ -36,9 +36,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .comm import backend_select
-from .comm.failure import failure_of
 from .comm.shared_memory import SharedComm
 from .comm.transport import ThreadTransport, ThreadWorld
+from .engine.comm.failure import failure_of
 from .errors import ConfigError, PeerFailed
 from .utils import torch_compat
 from .utils.torch_compat import PlanMode, give_threads_their_own_parametrizations

@@ -41,11 +41,11 @@ import zeroshard as zs
 from zeroshard.activations.storage import DiskBacking, Space
 from zeroshard.comm import backend_select
 from zeroshard.comm.launch import free_port, run_processes
-from zeroshard.comm.streams import Streams
-from zeroshard.memory.io.async_file import Syscalls
-from zeroshard.memory.ledger import Ledger
-from zeroshard.offload.storage import Links
+from zeroshard.engine.comm.streams import Streams
+from zeroshard.engine.ledger import Ledger
 from zeroshard.testing import run_threads
+from zeroshard.tiers.io.async_file import Syscalls
+from zeroshard.tiers.storage import Links
 from zeroshard.utils.saved_tensors import Saved
 
 

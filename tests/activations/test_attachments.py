@@ -9,11 +9,11 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.activations import router_loss, sequence_parallel
-from zeroshard.comm.mesh.axes import Axes, Divided
+from zeroshard.axes.along_axis import attachments
+from zeroshard.axes.mesh import Axes, Divided
 from zeroshard.errors import ZeroshardError
 from zeroshard.seam import engine_of, find_engine, memory_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.along_axis import attachments
 
 PAIR = [[0, 1]]
 EXPERTS = Divided(frozenset({"ep"}), [[0, 1]], None, 1.0)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from zoo import Case, check, run_threads, token_batches
 
 import zeroshard as zs
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.runtime import runtime_of
 
 # -- training: sharded tiles equal tiles on one process, in bits -----------------------------------------------
 

@@ -17,7 +17,7 @@ from zoo import Case, MixtureOfExperts, check, compare, normal_batches, referenc
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.runtime import runtime_of
 
 transformers = pytest.importorskip("transformers")
 

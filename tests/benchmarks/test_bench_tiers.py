@@ -21,8 +21,8 @@ from benchmarks.race import Outcome
 from benchmarks.sections import swap_folder
 from zeroshard.cli.arguments import UsageError
 from zeroshard.cli.sheets import show
-from zeroshard.memory.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
 from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskSpeed, bandwidth
+from zeroshard.tiers.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
 
 
 def tier_outcome(name: str, rounds_step_s: list[list[float]], **fields) -> Outcome:

@@ -29,10 +29,10 @@ from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.comm import hub, shared_memory
 from zeroshard.comm.backend_select import current
 from zeroshard.config import Tier
-from zeroshard.memory.io import async_file
-from zeroshard.memory.ledger import Ledger
+from zeroshard.engine.ledger import Ledger
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers.io import async_file
 
 pytestmark = pytest.mark.limit(30)
 

@@ -20,9 +20,9 @@ import zeroshard as zs
 from zeroshard.checkpoint import directory, file_writer, saving, writing
 from zeroshard.checkpoint import manifest as listing
 from zeroshard.checkpoint.saving import saver_of
-from zeroshard.memory.io import async_file
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers.io import async_file
 
 pytestmark = pytest.mark.limit(60)
 BATCHES = [step[0] for step in token_batches(8, 1, 4, VOCAB)]

@@ -29,7 +29,7 @@ import zeroshard as zs
 from zeroshard.checkpoint import directory
 from zeroshard.checkpoint.file_writer import BUFFER_NBYTES, ROTATING
 from zeroshard.comm.launch import run_processes
-from zeroshard.memory.io.async_file import Syscalls
+from zeroshard.tiers.io.async_file import Syscalls
 
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
 KILLS = 200 if SLOW else 20

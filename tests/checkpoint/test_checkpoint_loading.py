@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 
 import zeroshard as zs
 from zeroshard.checkpoint import bulk_reader, loading, resolver, safetensors, state_map, writing
-from zeroshard.optim import state_loading
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.state import state_loading
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 VOCAB = 11
 BATCHES = [step[0] for step in token_batches(4, 1, 4, VOCAB)]

@@ -11,9 +11,9 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.axes.tiled_parameter import Part
 from zeroshard.checkpoint.importers.safetensors import open_safetensors
-from zeroshard.memory.io.tensor_reader import StoredPart
-from zeroshard.tensor.tiled_parameter import Part
+from zeroshard.tiers.io.tensor_reader import StoredPart
 
 
 class Buffered(nn.Module):

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zeroshard as zs
 from zeroshard.checkpoint import directory, file_writer, rank_file, writing
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 BATCHES = [step[0] for step in token_batches(8, 1, 4, VOCAB)]
 

@@ -25,9 +25,9 @@ import zeroshard as zs
 from zeroshard.checkpoint import directory
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.comm.launch import run_processes
-from zeroshard.memory.io.async_file import Syscalls
-from zeroshard.tensor.state_codecs import coded_column
+from zeroshard.formats.state_codecs import coded_column
 from zeroshard.testing import run_threads
+from zeroshard.tiers.io.async_file import Syscalls
 
 sys.path.insert(0, str(DATA := Path(__file__).parent / "data" / "deepspeed"))
 import make_deepspeed as recorded

@@ -19,9 +19,9 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.checkpoint import file_writer, safetensors
 from zeroshard.comm.launch import run_processes
-from zeroshard.memory.io.async_file import Engine, Syscalls
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers.io.async_file import Engine, Syscalls
 
 BATCHES = [step[0] for step in token_batches(2, 1, 3)]
 

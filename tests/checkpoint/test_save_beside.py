@@ -18,9 +18,9 @@ from recording_streams import RecordingStreams
 
 import zeroshard as zs
 from zeroshard.checkpoint.writing import Save, Writing
-from zeroshard.comm.codec import encode
-from zeroshard.offload.storage import MemoryRest
+from zeroshard.engine.comm.messages import encode
 from zeroshard.testing import run_threads
+from zeroshard.tiers.storage import MemoryRest
 
 MODEL = seeded(lambda: Language(tied=True))
 BATCHES = [step[0] for step in token_batches(4, 1, 2, 11)]

@@ -9,8 +9,8 @@ from offloading import tiers
 from private_ranks import PostOffice, PrivateComm
 
 import zeroshard as zs
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import zeroshard as zs
 from zeroshard import errors
 from zeroshard.checkpoint.source import Untrusted
-from zeroshard.comm.codec import decode, encode, sendable
+from zeroshard.engine.comm.messages import decode, encode, sendable
 
 KEYS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.tuples(st.integers(), st.text()))
 SCALARS = st.one_of(KEYS, st.floats(allow_nan=False), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))

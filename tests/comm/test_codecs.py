@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.comm.codecs import CODECS, ErrorFeedback, LowRank, TopK, block_quantization, codec_of
-from zeroshard.comm.sums import CHUNK_NUMEL, sum_in_rank_order
+from zeroshard.engine.comm.sums import CHUNK_NUMEL, sum_in_rank_order
 from zeroshard.errors import ConfigError
+from zeroshard.packing.codecs import CODECS, ErrorFeedback, LowRank, TopK, block_quantization, codec_of
 from zeroshard.utils import compression
 from zeroshard.utils.compression import Compression
 

@@ -23,12 +23,13 @@ from helpers import seeded
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm import backend_select, failure
-from zeroshard.comm.base import Region
-from zeroshard.comm.flight_recorder import Progress, describe
+from zeroshard.comm import backend_select
 from zeroshard.comm.launch import free_port, rank_environment, run_processes
+from zeroshard.diagnostics.flight_recorder import Progress, describe
+from zeroshard.engine.comm import failure
+from zeroshard.engine.comm.base import Region
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 COMMS = ("shared", "dist")
 STALL_S, NEVER_S = 3.0, 3600.0  # longer than any test may take: what ends sooner was told, and not missed
@@ -375,9 +376,9 @@ def test_failures_are_told_by_their_origin():
 
 
 def test_a_stall_leaves_no_thread_behind_and_a_desk_lets_no_stranger_in():
-    from zeroshard.comm.failure import GONE
-    from zeroshard.comm.flight_recorder import Progress, Report
-    from zeroshard.comm.status_server import SILENT, ProcessDesk
+    from zeroshard.diagnostics.flight_recorder import Progress, Report
+    from zeroshard.diagnostics.status_server import SILENT, ProcessDesk
+    from zeroshard.engine.comm.failure import GONE
 
     before = threading.active_count()
     mine, theirs = ProcessDesk(Progress(0), True), ProcessDesk(Progress(1), True)

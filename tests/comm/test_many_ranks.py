@@ -11,8 +11,9 @@ from torch import nn
 
 import zeroshard as zs
 from benchmarks import ranks
-from zeroshard.comm import backend_select, process_group
+from zeroshard.comm import backend_select
 from zeroshard.comm.launch import run_processes
+from zeroshard.engine.comm import process_group
 from zeroshard.planner.dry_run import plan
 from zeroshard.planner.simulator.hardware import Hardware
 from zeroshard.planner.simulator.simulate import simulate

@@ -16,10 +16,10 @@ from recording_streams import RecordingStreams
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm import sums
-from zeroshard.comm.base import Region
 from zeroshard.comm.launch import run_processes
-from zeroshard.comm.process_group import DistComm
+from zeroshard.engine.comm import sums
+from zeroshard.engine.comm.base import Region
+from zeroshard.engine.comm.process_group import DistComm
 
 pytestmark = pytest.mark.processes
 STAGES = (1, 2)

@@ -13,10 +13,10 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm import backend_select
 from zeroshard.config import Tier
-from zeroshard.offload import storage
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.engine.unit import Unit
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
-from zeroshard.zero.unit import Unit
+from zeroshard.tiers import storage
 
 LAYERS = 8
 

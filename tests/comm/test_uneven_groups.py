@@ -9,8 +9,9 @@ from helpers import OddGPT, seeded, token_batches
 from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard as zs
-from zeroshard.comm import backend_select, process_group
+from zeroshard.comm import backend_select
 from zeroshard.comm.launch import run_processes
+from zeroshard.engine.comm import process_group
 
 pytestmark = pytest.mark.processes
 OPTIONS = (

@@ -24,10 +24,10 @@ import zeroshard as zs
 from zeroshard.comm import backend_select
 from zeroshard.comm.backend_select import _close_all
 from zeroshard.comm.launch import run_processes
-from zeroshard.comm.process_group import DistComm
 from zeroshard.config import Offload
+from zeroshard.engine.comm.process_group import DistComm
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 LENGTHS = (7, 5, 6, 7)
 STAGES = (0, 1, 2, 3)

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.memory.ledger import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
+from zeroshard.engine.ledger import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
+from zeroshard.engine.runtime import Runtime, runtime_of
 from zeroshard.planner.models.gpt import GPT, GPTConfig
-from zeroshard.zero.runtime import Runtime, runtime_of
 
 TRILLION = GPTConfig(vocab_size=50304, seq_len=2048, dim=36864, layers=64, heads=144)  # wide: time goes with layers
 SHAPES = {8: SMALL, 1024: LARGE}

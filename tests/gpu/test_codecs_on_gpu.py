@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from zeroshard.comm.codecs import CODECS, ErrorFeedback, LowRank, TopK, block_quantization, codec_of
+from zeroshard.packing.codecs import CODECS, ErrorFeedback, LowRank, TopK, block_quantization, codec_of
 
 pytestmark = pytest.mark.gpu
 NUMELS = [0, 1, 33, 257, 4096, (1 << 20) + 77]

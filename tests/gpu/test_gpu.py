@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import zeroshard as zs
 from zeroshard.activations.causal import LAST_QUERIES
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.planner.models.gpt import GPT, GPTConfig
-from zeroshard.zero.runtime import runtime_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 CONFIG = GPTConfig(vocab_size=256, seq_len=64, dim=64, layers=3, heads=4)

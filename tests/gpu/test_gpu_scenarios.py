@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zoo import Block, Case, Stack, compare, normal_batches, reference, seeded, sgd, sharded, square
 
 import zeroshard as zs
-from zeroshard.comm.process_group import DistComm
+from zeroshard.engine.comm.process_group import DistComm
 from zeroshard.planner.measure import probe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]

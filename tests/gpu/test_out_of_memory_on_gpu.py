@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.zero import out_of_memory
+from zeroshard.guard import out_of_memory
 
 pytestmark = pytest.mark.gpu
 WIDTH = 128

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zeroshard.tensor import state_codecs
-from zeroshard.tensor.state_codecs import coded_column
+from zeroshard.formats import state_codecs
+from zeroshard.formats.state_codecs import coded_column
 from zeroshard.utils.state_format import StateFormat
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.integrations.deepspeed import cpu_optimizers as ours
 from zeroshard.integrations.deepspeed.stand_ins import FusedLamb, NotSupported
-from zeroshard.optim.cpu_kernels import matches
 from zeroshard.testing import run_threads
+from zeroshard.tiers.cpu_kernels import matches
 
 ADAM = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 PAIRS = [

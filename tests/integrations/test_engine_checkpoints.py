@@ -14,11 +14,11 @@ from torch import nn
 
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, CheckpointNotFound
 from zeroshard.integrations.deepspeed import checkpoints, zero_to_fp32
 from zeroshard.integrations.deepspeed.zero_to_fp32 import convert_to_universal
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}}}
 

@@ -13,7 +13,7 @@ from torch import nn
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.errors import ConfigError
-from zeroshard.optim.parameter_access import state_of, value_of
+from zeroshard.state.parameter_access import state_of, value_of
 from zeroshard.testing import run_threads
 
 

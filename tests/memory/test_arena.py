@@ -4,9 +4,9 @@ import random
 
 import torch
 
-from zeroshard.comm.pool import Arena
 from zeroshard.config import Tier
-from zeroshard.memory.ledger import STAGING, Ledger
+from zeroshard.engine.comm.pool import Arena
+from zeroshard.engine.ledger import STAGING, Ledger
 
 
 class Transfer:

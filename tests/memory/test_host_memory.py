@@ -18,21 +18,21 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm import backend_select, launch
 from zeroshard.comm.launch import run_processes
-from zeroshard.comm.pool import BufferPool
 from zeroshard.config import Tier
+from zeroshard.engine import shard_model
+from zeroshard.engine.comm.pool import BufferPool
+from zeroshard.engine.ledger import Ledger
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import HostMemoryError
-from zeroshard.memory import host_memory
-from zeroshard.memory.estimate import BUFFERS, Need, shortage
-from zeroshard.memory.host_memory import Limit
-from zeroshard.memory.io import aligned
-from zeroshard.memory.io.aligned import empty_aligned
-from zeroshard.memory.io.swap_folder import SwapFolder
-from zeroshard.memory.ledger import Ledger
-from zeroshard.offload.gradient_offload import NarrowRest
-from zeroshard.offload.storage import Tiers
 from zeroshard.testing import run_threads
-from zeroshard.zero import shard_model
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers import host_memory
+from zeroshard.tiers.estimate import BUFFERS, Need, shortage
+from zeroshard.tiers.gradient_offload import NarrowRest
+from zeroshard.tiers.host_memory import Limit
+from zeroshard.tiers.io import aligned
+from zeroshard.tiers.io.aligned import empty_aligned
+from zeroshard.tiers.io.swap_folder import SwapFolder
+from zeroshard.tiers.storage import Tiers
 
 MODEL = seeded(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
 DATA = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(1))
@@ -511,8 +511,8 @@ def test_ranks_begin_with_a_quiet_heap(monkeypatch):
 _FRESH = """
 import re, sys
 import torch
-from zeroshard.memory import host_memory
-from zeroshard.memory.release import take_again
+from zeroshard.tiers import host_memory
+from zeroshard.engine.release import take_again
 
 host_memory.keep_freed_memory(large=sys.argv[1] != "returned")
 full, nbytes = torch.empty(int(sys.argv[2]), dtype=torch.uint8), int(sys.argv[2])

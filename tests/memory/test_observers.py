@@ -7,10 +7,10 @@ import torch
 
 import zeroshard as zs
 from zeroshard.config import Tier
-from zeroshard.memory.ledger import GATHERED, Ledger
+from zeroshard.engine.ledger import GATHERED, Ledger
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.seam import Observer, engine_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 
 class Heard(Observer):

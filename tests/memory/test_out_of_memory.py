@@ -11,10 +11,10 @@ from torch import nn
 from zoo import Block, Stack, normal_batches, same, seeded, sgd, square, trainable
 
 import zeroshard as zs
-from zeroshard.memory.ledger import GATHERED
+from zeroshard.engine.flat_buffer import ParameterBuffer
+from zeroshard.engine.ledger import GATHERED
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.flat_buffer import ParameterBuffer
-from zeroshard.zero.runtime import runtime_of
 
 DIM, BLOCKS = 6, 3
 MODES = [

@@ -21,9 +21,9 @@ from zoo import Stack, square
 
 import zeroshard as zs
 from zeroshard.comm import backend_select
-from zeroshard.comm.streams import Streams
-from zeroshard.memory.io import aligned
+from zeroshard.engine.comm.streams import Streams
 from zeroshard.testing import run_threads
+from zeroshard.tiers.io import aligned
 
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2))
 DATA = token_batches(3, 1, 1)
@@ -124,7 +124,7 @@ def test_activation_memory_is_given_back_after_its_copies(tmp_path, monkeypatch)
     """What lies beyond the arena, the arena when it grows, and at the end; used once and never used."""
     streams = Behind()
     monkeypatch.setattr("zeroshard.activations.checkpoint.streams_for", lambda device: streams)
-    monkeypatch.setattr("zeroshard.offload.storage.empty_aligned", streams.allocate)
+    monkeypatch.setattr("zeroshard.tiers.storage.empty_aligned", streams.allocate)
     gc.collect()
     model = activator(tmp_path)(seeded(lambda: Stack(8)), "cpu")
     for rows in (2, 4, 8):

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.comm.base import Collective
 from zeroshard.comm.fake import FakeComm
-from zeroshard.comm.pool import StagingPool
 from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.comm.transport import ThreadTransport, ThreadWorld
-from zeroshard.memory.ledger import STAGING, Ledger
+from zeroshard.engine.comm.base import Collective
+from zeroshard.engine.comm.pool import StagingPool
+from zeroshard.engine.ledger import STAGING, Ledger
 from zeroshard.testing import run_threads
 
 NBYTES, COUNT, LIMIT = 256, 2, 5
@@ -20,7 +20,7 @@ NBYTES, COUNT, LIMIT = 256, 2, 5
 def impatient():
     """Readers end only when a test says so: do not wait seconds for them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeroshard.comm.pool._LONGEST_S", 0.005)
+        patch.setattr("zeroshard.engine.comm.pool._LONGEST_S", 0.005)
         yield
 
 
@@ -93,8 +93,10 @@ def test_an_orderly_step_touches_only_the_usual_number(comm_kind):
 
 def test_what_one_step_needed_beyond_the_usual_number_the_next_takes_without_a_wait(monkeypatch):
     """Ranks with other experts in each step: nobody joins a reduction before the end of backward."""
-    monkeypatch.setattr("zeroshard.comm.pool._PATIENCE_S", 0.0)
-    monkeypatch.setattr("zeroshard.comm.pool._LONGEST_S", 60.0)  # a busy machine shall not end the wait before it is announced
+    monkeypatch.setattr("zeroshard.engine.comm.pool._PATIENCE_S", 0.0)
+    monkeypatch.setattr(
+        "zeroshard.engine.comm.pool._LONGEST_S", 60.0
+    )  # a busy machine shall not end the wait before it is announced
     pool, ledger = make("private")
     announced = []
     monkeypatch.setattr(pool.comm, "announce", announced.append)

@@ -19,12 +19,12 @@ from helpers import adamw, differences, seeded
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.engine.flat_buffer import ParameterBuffer
+from zeroshard.engine.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import OUT_OF_MEMORY_PAGE
-from zeroshard.memory.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
+from zeroshard.guard import out_of_memory
 from zeroshard.testing import run_threads
-from zeroshard.zero import out_of_memory
-from zeroshard.zero.flat_buffer import ParameterBuffer
-from zeroshard.zero.runtime import runtime_of
 
 WORLD, WIDTH = 2, 64
 TORCHS = "CUDA out of memory. Tried to allocate 3.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 1.00 MiB is free."
@@ -241,7 +241,7 @@ def seen_of(trained: float) -> out_of_memory.Shortage:
     """Of eight GPUs with a model of 24 blocks and few activations, at stage 0."""
     from zeroshard.comm.fake import FakeComm
     from zeroshard.config import Config
-    from zeroshard.memory.ledger import Ledger
+    from zeroshard.engine.ledger import Ledger
 
     units = {"(root)": (50_000_000,), **{f"blocks.{number}": (12_000_000,) for number in range(24)}}
     config = Config.build(None, stage=0, precision="bf16")

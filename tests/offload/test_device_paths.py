@@ -13,11 +13,11 @@ from recording_streams import RecordingStreams
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.comm.process_group import DistComm, _Collected, backend_for, talking_device
-from zeroshard.optim.state_loading import SavedState, scalars_for
-from zeroshard.zero import reduction
-from zeroshard.zero.runtime import runtime_of
-from zeroshard.zero.unit import Phase
+from zeroshard.engine import reduction
+from zeroshard.engine.comm.process_group import DistComm, _Collected, backend_for, talking_device
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.engine.unit import Phase
+from zeroshard.state.state_loading import SavedState, scalars_for
 
 CPU = torch.device("cpu")
 

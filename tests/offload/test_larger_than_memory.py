@@ -25,9 +25,9 @@ import torch.distributed as dist
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
 from zeroshard.config import Offload
-from zeroshard.memory.io.swap_folder import measure
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.planner.models.gpt import GPT, GPTConfig
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers.io.swap_folder import measure
 
 RANKS = 2
 ROOM_NBYTES = 640 << 20  # beside what two interpreters take; a run needs 0.1 GiB of it here, and page cache in passing

@@ -5,10 +5,10 @@ import torch
 from recording_streams import RecordingStreams
 
 from zeroshard.comm.fake import Watcher
-from zeroshard.comm.streams import Streams
 from zeroshard.config import Tier
-from zeroshard.memory.ledger import Ledger
-from zeroshard.offload.storage import Links
+from zeroshard.engine.comm.streams import Streams
+from zeroshard.engine.ledger import Ledger
+from zeroshard.tiers.storage import Links
 from zeroshard.utils.work import OVER
 
 CPU = torch.device("cpu")

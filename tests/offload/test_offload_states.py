@@ -11,11 +11,11 @@ from residence import in_own_process
 
 import zeroshard as zs
 from benchmarks.memory import field_nbytes
-from zeroshard.comm import pool
 from zeroshard.comm.launch import run_processes
 from zeroshard.config import Offload, Tier
-from zeroshard.offload import moved_states
+from zeroshard.engine.comm import pool
 from zeroshard.testing import run_threads
+from zeroshard.tiers import moved_states
 
 DATA = token_batches(4, 1, 2)
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2))

@@ -44,11 +44,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm.pool import BufferPool
-from zeroshard.offload.gradient_offload import Departure
-from zeroshard.offload.storage import Tiers
-from zeroshard.optim import offloaded_step
+from zeroshard.engine.comm.pool import BufferPool
 from zeroshard.testing import run_threads
+from zeroshard.tiers import host_step as offloaded_step
+from zeroshard.tiers.gradient_offload import Departure
+from zeroshard.tiers.storage import Tiers
 
 # -- ranks that do not share memory --------------------------------------------------------------------------------
 

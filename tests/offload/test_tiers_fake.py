@@ -32,12 +32,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.comm.streams import Streams
 from zeroshard.config import Offload, Tier
-from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, STAGING
-from zeroshard.optim import cpu_kernels, slab_step
+from zeroshard.engine.comm.streams import Streams
+from zeroshard.engine.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, STAGING
+from zeroshard.engine.runtime import Runtime, runtime_of
 from zeroshard.planner.models.gpt import GPT, GPTConfig
-from zeroshard.zero.runtime import Runtime, runtime_of
+from zeroshard.tiers import cpu_kernels, slab_step
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 TRILLION = GPTConfig(vocab_size=50304, seq_len=2048, dim=81920, layers=13, heads=160)

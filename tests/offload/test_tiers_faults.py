@@ -31,12 +31,12 @@ from zeroshard.comm.rendezvous import Door
 from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.comm.transport import ProcessTransport, ThreadTransport, ThreadWorld
 from zeroshard.config import Offload, Tier
-from zeroshard.memory.io import async_file, swap_folder
-from zeroshard.memory.ledger import STAGING, Ledger
-from zeroshard.offload import storage
-from zeroshard.offload.storage import Rest, Tiers
+from zeroshard.engine.ledger import STAGING, Ledger
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers import storage
+from zeroshard.tiers.io import async_file, swap_folder
+from zeroshard.tiers.storage import Rest, Tiers
 
 pytestmark = pytest.mark.limit(30)
 MODEL = seeded(lambda: OddGPT(dim=24, layers=4))

@@ -38,9 +38,9 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.config import Offload, Tier
-from zeroshard.memory.ledger import GATHERED, MASTERS, OPTIMIZER
+from zeroshard.engine.ledger import GATHERED, MASTERS, OPTIMIZER
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 
 def test_gradients_leave_a_device_in_the_dtype_in_which_they_are_sent(disk, strict_device, monkeypatch):

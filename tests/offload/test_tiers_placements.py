@@ -18,8 +18,9 @@ from offloading import DEVICES, LARGE, MODEL, TASK, TINY, assert_same, plain_loo
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.optim import cpu_kernels, offloaded_step, slab_step
 from zeroshard.testing import run_threads
+from zeroshard.tiers import cpu_kernels, slab_step
+from zeroshard.tiers import host_step as offloaded_step
 
 
 @pytest.fixture

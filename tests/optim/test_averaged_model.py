@@ -11,8 +11,8 @@ from offloading import tiers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard as zs
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 DECAY = 0.9
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2))

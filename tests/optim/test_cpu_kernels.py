@@ -11,8 +11,8 @@ from torch import nn
 
 import zeroshard as zs
 from benchmarks.cases import adam
-from zeroshard.optim import cpu_kernels
-from zeroshard.optim.cpu_kernels import Team, kernel_for, matches, step_stretch, stepping_threads
+from zeroshard.tiers import cpu_kernels
+from zeroshard.tiers.cpu_kernels import Team, kernel_for, matches, step_stretch, stepping_threads
 from zeroshard.utils.host import cache_nbytes
 
 STEPS = 4

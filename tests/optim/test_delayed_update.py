@@ -23,9 +23,9 @@ from private_ranks import PostOffice, PrivateComm
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.optim.offloaded_step import DelayedStep, HostStepper
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers.host_step import DelayedStep, HostStepper
 
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2))
 DATA = token_batches(5, 1, 2)

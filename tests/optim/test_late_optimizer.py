@@ -19,12 +19,12 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.memory.host_memory import Limit
+from zeroshard.engine import shard_model
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.formats.state_codecs import coded_column
 from zeroshard.optim import late_optimizer
-from zeroshard.tensor.state_codecs import coded_column
 from zeroshard.testing import run_threads
-from zeroshard.zero import shard_model
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers.host_memory import Limit
 
 
 def by_kind(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,9 +9,9 @@ from offloading import tiers
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.memory.io.async_file import Engine
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers.io.async_file import Engine
 
 
 class TwoParts(nn.Module):

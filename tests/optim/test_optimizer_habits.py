@@ -13,8 +13,8 @@ from optimizers import ALL_STAGES, DATA, MODEL, OPTIMIZERS, WORLD, backward, run
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.optim.offloaded_step import HostStepper
 from zeroshard.testing import run_threads
+from zeroshard.tiers.host_step import HostStepper
 
 WITH_TIERS = pytest.mark.parametrize(
     "options", [{"stage": 0}, {"stage": 3}, {"stage": 1, "offload_optimizer": "cpu"}], ids=["0", "3", "host"]

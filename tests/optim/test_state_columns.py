@@ -14,9 +14,9 @@ from offloading import offload
 from optimizers import backward
 
 import zeroshard as zs
-from zeroshard.tensor.state_column import StateColumn
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.engine.tensor.state_column import StateColumn
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 BLOCK, RESTS = 64, 68  # elements of a block, and its bytes at rest: a code for each, and a scale
 MODEL = seeded(lambda: MLP((5, 33, 31, 3)))

@@ -17,11 +17,11 @@ from optimizers import backward
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.optim.slab_step import hashed_uniform
-from zeroshard.tensor.state_codecs import FloatCodec, coded_column
-from zeroshard.tensor.stretch import SplitStretch
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.engine.tensor.stretch import SplitStretch
+from zeroshard.formats.state_codecs import FloatCodec, coded_column
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers.slab_step import hashed_uniform
 
 FORMATS = ("bf16", "fp8", "int8", "int4")
 FUSED = "AdamW, fused"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 ADAM = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 LION = {"lr": 1e-3, "betas": (0.9, 0.98), "weight_decay": 0.1}

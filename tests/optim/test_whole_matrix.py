@@ -10,9 +10,9 @@ from private_ranks import PostOffice, PrivateComm
 from zoo import Stack, square
 
 import zeroshard as zs
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.optim import whole_matrix
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2, tied=False))
 DATA = token_batches(4, 1, 3)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.runtime import runtime_of
 
 WORLD, STEPS, ROWS, SEQ = 4, 6, 2, 8
 adam = functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3)  # a small eps would magnify the rounding of tiny gradients

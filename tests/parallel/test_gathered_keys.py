@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroshard as zs
 from zeroshard.activations.causal import LAST_QUERIES
 from zeroshard.activations.ulysses import SequenceParallel
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 DIM = 8  # of a head
 

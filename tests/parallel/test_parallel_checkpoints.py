@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.runtime import runtime_of
 
 pytestmark = pytest.mark.processes
 WORLD = 4

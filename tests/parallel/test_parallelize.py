@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.memory.ledger import PARTIAL
+from zeroshard.engine.ledger import PARTIAL
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.planner.models import GPT, GPTConfig
-from zeroshard.zero.runtime import runtime_of
 
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
 STEPS, TOKENS, ROWS, SEQ = 6 if SLOW else 3, 64, 4, 8

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.parallel.pipeline import Pipeline, stages_of
 from zeroshard.parallel.stages import cut_stages
-from zeroshard.zero.runtime import runtime_of
 
 WORLD, STALL_S = 4, 4.0
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"

@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 
 @pytest.mark.parametrize("mesh", [{"sp": 2}, {"sp": 4}], ids=str)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.memory.ledger import STAGING
+from zeroshard.engine.ledger import STAGING
 from zeroshard.planner.dry_run import observe
 from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.simulator.trace import Resource

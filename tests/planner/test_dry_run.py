@@ -8,8 +8,8 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.config import Tier
+from zeroshard.engine.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from zeroshard.errors import ConfigError
-from zeroshard.memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.plan import ACTIVATIONS, Plan
 from zeroshard.planner.simulator.trace import Resource

@@ -11,9 +11,9 @@ import zeroshard as zs
 from zeroshard.activations.storage import CHECKPOINTS
 from zeroshard.cli.options import parse_train
 from zeroshard.comm.launch import spawn
-from zeroshard.comm.sums import CHUNK_NUMEL
 from zeroshard.config import Tier
-from zeroshard.memory.ledger import MASTERS, OPTIMIZER
+from zeroshard.engine.comm.sums import CHUNK_NUMEL
+from zeroshard.engine.ledger import MASTERS, OPTIMIZER
 from zeroshard.planner.dry_run import observe
 from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.plan import ACTIVATIONS, KEPT, Plan

@@ -6,7 +6,7 @@ import pytest
 from planned import MIB, hardware, request
 
 from zeroshard.config import Tier
-from zeroshard.memory.ledger import OPTIMIZER, PARAMETERS
+from zeroshard.engine.ledger import OPTIMIZER, PARAMETERS
 from zeroshard.planner import tables
 from zeroshard.planner.plan import PHASES, Phase
 from zeroshard.planner.request import GIB, judge

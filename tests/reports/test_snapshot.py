@@ -11,8 +11,8 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.config import Tier
+from zeroshard.engine.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from zeroshard.errors import ConfigError
-from zeroshard.memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from zeroshard.seam import engine_of
 from zeroshard.testing import run_threads
 

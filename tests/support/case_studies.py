@@ -25,11 +25,11 @@ from dataclasses import dataclass
 import torch
 
 import zeroshard as zs
-from zeroshard.memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from zeroshard.engine.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.planner.models import GPT
 from zeroshard.planner.presets import CaseStudy
 from zeroshard.testing import imagined_mesh
-from zeroshard.zero.runtime import runtime_of
 
 MEMORY, AXES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER), ("tp", "pp", "dp")
 _ALIGNMENT = 32  # elements: parameters in a flat buffer, and shards, begin at multiples of it

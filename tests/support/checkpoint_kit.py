@@ -19,7 +19,7 @@ from helpers import OddGPT, differences, seeded, state_differences
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.tensor.tiled_parameter import part_of, whole_name
+from zeroshard.axes.tiled_parameter import part_of, whole_name
 from zeroshard.testing import run_threads
 
 VOCAB, DIM = 11, 7

@@ -4,8 +4,8 @@ import itertools
 import os
 from collections.abc import Callable
 
-from zeroshard.memory.io import async_file
-from zeroshard.zero.runtime import Runtime
+from zeroshard.engine.runtime import Runtime
+from zeroshard.tiers.io import async_file
 
 
 class Faulty(async_file.Syscalls):

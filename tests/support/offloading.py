@@ -23,8 +23,8 @@ from helpers import OddGPT, Outcome, Task, assert_equal_runs, differences, seede
 
 import zeroshard as zs
 from zeroshard.comm import backend_select
-from zeroshard.comm.streams import Streams
 from zeroshard.config import Offload, Tier
+from zeroshard.engine.comm.streams import Streams
 
 DEVICES = ("none", "cpu", "nvme")
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2))

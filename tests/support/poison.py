@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from zeroshard.zero.flat_buffer import ParameterBuffer
+from zeroshard.engine.flat_buffer import ParameterBuffer
 
 
 @contextmanager

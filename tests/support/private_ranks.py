@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import torch
 
-from zeroshard.comm.base import Collective, DirectComm, Region, parts_of
-from zeroshard.comm.control import Sent, operation
+from zeroshard.engine.comm.base import Collective, DirectComm, Region, parts_of
+from zeroshard.engine.comm.control import Sent, operation
 
 PATIENCE_S = 10
 

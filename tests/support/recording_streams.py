@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zeroshard.comm.streams import Streams
+from zeroshard.engine.comm.streams import Streams
 
 
 class RecordingStreams(Streams):

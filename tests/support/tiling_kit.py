@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard as zs
-from zeroshard.tensor.tiled_parameter import Tile
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.axes.tiled_parameter import Tile
+from zeroshard.engine.runtime import runtime_of
 
 VOCAB, DIM = 257, 7
 EPS, EPS_BF16 = 2.0**-23, 2.0**-8

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.tensor.flat_layout import ALIGNMENT, FlatLayout, Slot, round_up
-from zeroshard.zero.flat_buffer import slot_views
+from zeroshard.engine.flat_buffer import slot_views
+from zeroshard.engine.flat_layout import ALIGNMENT, FlatLayout, Slot, round_up
 
 # scalars (), empty tensors (a zero among the dimensions) and sizes around the alignment
 dims = st.one_of(st.integers(0, 9), st.sampled_from([31, 32, 33, 64, 65, 127]))

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.utils import bitsandbytes_compat
-from zeroshard.zero.runtime import runtime_of
 
 SETTINGS = {"optim_bits": 8, "min_8bit_size": 4096}
 

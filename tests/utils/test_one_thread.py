@@ -12,16 +12,16 @@ from helpers import adamw, seeded
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm.base import Collective
 from zeroshard.comm.fake import FakeComm
-from zeroshard.comm.pool import Arena, BufferPool, StagingPool
 from zeroshard.config import Offload, Tier
+from zeroshard.engine.comm.base import Collective
+from zeroshard.engine.comm.pool import Arena, BufferPool, StagingPool
+from zeroshard.engine.ledger import Ledger
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import OffloadIOError
-from zeroshard.memory.ledger import Ledger
-from zeroshard.optim.offloaded_step import HostStepper
 from zeroshard.testing import run_threads
+from zeroshard.tiers.host_step import HostStepper
 from zeroshard.utils.one_thread import Turn, one_thread
-from zeroshard.zero.runtime import runtime_of
 
 MODEL = seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
 

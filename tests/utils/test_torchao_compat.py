@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.utils import torchao_compat
-from zeroshard.zero.runtime import runtime_of
 
 
 class AdamW8bit(torch.optim.AdamW):

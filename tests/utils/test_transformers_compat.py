@@ -19,6 +19,7 @@ from transformers.models.mixtral import modeling_mixtral
 
 import zeroshard as zs
 from zeroshard.activations import router_loss
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.integrations.deepspeed.ds_config import DeepSpeedConfig
 from zeroshard.integrations.deepspeed.shard_options import cast_buffers
 from zeroshard.parallel.styles import styles_for
@@ -28,7 +29,6 @@ from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.testing import run_threads
 from zeroshard.utils import transformers_compat
 from zeroshard.utils.releases import KNOWN
-from zeroshard.zero.runtime import runtime_of
 
 PACKED = torch.cat([torch.arange(5), torch.arange(9), torch.arange(2)]).repeat(2, 1)
 REFUSED = rf"transformers {transformers.__version__} has no {{}}.*pip install 'transformers{KNOWN['transformers']}'"

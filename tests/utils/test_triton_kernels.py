@@ -9,7 +9,7 @@ import pytest
 
 COLLECTIVES = """
 import math
-from zeroshard.comm.codecs import CODECS, codec_of, triton_kernels
+from zeroshard.packing.codecs import CODECS, codec_of, triton_kernels
 for name in CODECS:
     for block in (32, 256):
         codec = codec_of(name, block)
@@ -35,8 +35,8 @@ for name in CODECS:
 """
 
 OPTIMIZER_STATES = """
-from zeroshard.tensor import triton_state_codecs
-from zeroshard.tensor.state_codecs import coded_column
+from zeroshard.formats import triton_state_codecs
+from zeroshard.formats.state_codecs import coded_column
 from zeroshard.utils.state_format import StateFormat
 for name in ("int8", "fp8", "int4"):
     for state in ("exp_avg", "exp_avg_sq"):

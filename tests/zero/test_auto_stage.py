@@ -7,11 +7,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import ConfigError
-from zeroshard.memory.host_memory import Limit
 from zeroshard.testing import run_threads
-from zeroshard.zero import auto_stage
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers import auto_stage
+from zeroshard.tiers.host_memory import Limit
 
 MIB = 1 << 20
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeroshard.config import Config
+from zeroshard.engine.auto_wrap import UnitPlan, _merge, _split, collect, partition
+from zeroshard.engine.parameter import ParamSpec
 from zeroshard.errors import ConfigError, ShardedAccessError
-from zeroshard.zero.auto_wrap import UnitPlan, _merge, _split, collect, partition
-from zeroshard.zero.parameter import ParamSpec
 
 
 class Block(nn.Module):

@@ -18,7 +18,7 @@ from zoo import Stack, adamw, normal_batches, run_threads, same, seeded, sgd
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.comm.process_group import DistComm
+from zeroshard.engine.comm.process_group import DistComm
 
 MODES = [
     {"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "units": "model"}, {"stage": 3, "map_shared": True},

@@ -12,8 +12,8 @@ from torch import nn
 from zoo import Block, Stack, adamw, run_threads, same, seeded, square
 
 import zeroshard as zs
-from zeroshard.memory.ledger import GATHERED
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.ledger import GATHERED
+from zeroshard.engine.runtime import runtime_of
 
 STAGES = [
     {"stage": 0}, {"stage": 2, "precision": "bf16"}, {"stage": 3}, {"stage": 3, "map_shared": False, "precision": "bf16"},

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from zoo import Block, Case, Stack, check, every_mode, normal_batches, run_threads, same, seeded, sgd, square
 
 import zeroshard as zs
-from zeroshard.memory.ledger import GATHERED
-from zeroshard.zero import schedule
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine import schedule
+from zeroshard.engine.ledger import GATHERED
+from zeroshard.engine.runtime import runtime_of
 
 DIM = 7
 RELEASED = {"stage": 3, "map_shared": False}

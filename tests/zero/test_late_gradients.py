@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo import MODES, Block, Case, check, normal_batches, run_threads, same, seeded, sgd, square
 
 import zeroshard as zs
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.runtime import runtime_of
 
 DIM = 7
 STAGES = [pytest.param({"stage": 0}, id="stage0"), pytest.param({"stage": 1}, id="stage1"), *MODES]

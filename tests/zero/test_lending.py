@@ -14,9 +14,9 @@ from torch._dynamo.testing import CompileCounter
 from zoo import Block, Case, check, every_mode, normal_batches, same, seeded, sgd
 
 import zeroshard as zs
-from zeroshard.memory.ledger import GATHERED
+from zeroshard.engine.ledger import GATHERED
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
 
 RELEASED = {"stage": 3, "map_shared": False}
 DIM = 7

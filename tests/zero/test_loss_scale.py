@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zoo import Stack, run_threads, same, seeded
 
 import zeroshard as zs
-from zeroshard.zero.mixed_precision import LossScaler
+from zeroshard.engine.mixed_precision import LossScaler
 
 # name: (options, steps (x: an overflow), the scale after each)
 SEQUENCES = {

@@ -9,16 +9,16 @@ from helpers import OddGPT, adamw, seeded
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.axes.topology import Topology
 from zeroshard.comm.fake import FakeComm, Imagination, imagination
-from zeroshard.comm.mesh.topology import Topology
 from zeroshard.config import Config, Tier
+from zeroshard.engine import shard_model
+from zeroshard.engine.auto_wrap import collect
+from zeroshard.engine.ledger import GRADIENTS, MASTERS, PARAMETERS
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.engine.shard_model import Inventory
 from zeroshard.errors import ConfigError, ModelClosed, ZeroshardError
-from zeroshard.memory.ledger import GRADIENTS, MASTERS, PARAMETERS
 from zeroshard.testing import run_threads
-from zeroshard.zero import shard_model
-from zeroshard.zero.auto_wrap import collect
-from zeroshard.zero.runtime import runtime_of
-from zeroshard.zero.shard_model import Inventory
 
 MODEL = seeded(lambda: OddGPT(dim=16, layers=2, tied=True))
 

@@ -11,7 +11,7 @@ from recording_streams import RecordingStreams
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.comm.process_group import DistComm
+from zeroshard.engine.comm.process_group import DistComm
 from zeroshard.testing import run_threads
 
 SMALL = 31  # of OddGPT: norms, gains and biases; its matrices have 77 elements and more

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Attention, Block, Language, MixtureOfExperts, Stack, normal_batches
 
 import zeroshard as zs
+from zeroshard.engine.auto_wrap import casts, collect
 from zeroshard.testing import run_threads
-from zeroshard.zero.auto_wrap import casts, collect
 
 LOW, HIGH = torch.bfloat16, torch.float32
 MODES = [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "map_shared": False}]

@@ -14,7 +14,7 @@ import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
 from zeroshard.comm.launch import run_processes
 from zeroshard.testing import run_threads
-from zeroshard.zero import init_context
+from zeroshard.values import init_context
 
 WHOLE = torch.from_numpy(np.random.RandomState(0).randn(200)).float()
 

@@ -1,4 +1,4 @@
-"""The reduction of a unit (zero/reduction.py): its worked example, when it starts, and how few functions lie on its way."""
+"""The reduction of a unit (engine/reduction.py): its worked example, when it starts, and how few functions lie on its way."""
 
 import sys
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Case, check, normal_batches, run_threads, seeded, sgd
 
 import zeroshard as zs
-from zeroshard.memory.ledger import GATHERED
-from zeroshard.zero.flat_buffer import ParameterBuffer
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.flat_buffer import ParameterBuffer
+from zeroshard.engine.ledger import GATHERED
+from zeroshard.engine.runtime import runtime_of
 
 DIM = 7
 RELEASED = {"stage": 3, "map_shared": False}

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.zero.schedule import Schedule, Visit
+from zeroshard.engine.schedule import Schedule, Visit
 
 NAMES = ["(root)", "blocks.0", "blocks.1", "blocks.2"]
 visits = st.lists(st.builds(Visit, st.integers(0, 3), st.booleans()), min_size=1, max_size=12)

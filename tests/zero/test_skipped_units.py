@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.runtime import runtime_of
 
 STEPS = 6
 DIM = 6

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.guard import model_changes
 from zeroshard.testing import run_threads
-from zeroshard.zero import model_changes
 
 REPLICATED = (0, 1, 2)
 (BATCHES,) = token_batches(1, 1, 4)[0]

@@ -32,19 +32,19 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm import backend_select
 from ..comm.fake import Watcher
-from ..comm.streams import streams_for
 from ..config import Offload, Tier, Units
+from ..engine.auto_wrap import find_blocks
+from ..engine.comm.streams import streams_for
+from ..engine.ledger import Ledger
 from ..errors import ConfigError, ZeroshardError
-from ..memory.ledger import Ledger
-from ..offload.storage import Links
-from ..optim.offload_states import Spare
 from ..seam import find_engine
+from ..tiers.offload_states import Spare
+from ..tiers.storage import Links
 from ..utils import torch_compat
 from ..utils.saved_tensors import Outer
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import original
 from ..utils.transformers_compat import recomputes
-from ..zero.auto_wrap import find_blocks
 from .saved_tensors import InputHooks, Store
 from .storage import Backing, DiskBacking, ImaginedDiskBacking, MemoryBacking
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..axes.tiled_parameter import Tiled
 from ..errors import ConfigError, ZeroshardError
-from ..tensor.tiled_parameter import Tiled
 from ..utils import torch_compat
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..tensor.distributed import is_distributed
-from ..tensor.tiled_parameter import Part, Tile, Tiled
+from ..axes.distributed import is_distributed
+from ..axes.tiled_parameter import Part, Tile, Tiled
 from ..utils import torch_compat
 from ..utils.joined_class import Joined, new_joined
 from ..utils.transformers_compat import spread_experts

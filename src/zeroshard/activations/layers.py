@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..tensor.tiled_parameter import Part, Tile, Tiled
+from ..axes.tiled_parameter import Part, Tile, Tiled
 from .cross_entropy import LogitStatistics
 
 _NORMAL_CHUNK = 16  # number of normal values that torch draws as a group on the CPU

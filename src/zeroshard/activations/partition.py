@@ -15,11 +15,11 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ..comm.base import Collective, DirectComm
-from ..comm.pool import StagingPool
+from ..engine.comm.base import Collective, DirectComm
+from ..engine.comm.pool import StagingPool
+from ..engine.ledger import Ledger
 from ..errors import CollectiveMismatch
-from ..memory.io.async_file import bytes_of
-from ..memory.ledger import Ledger
+from ..tiers.io.async_file import bytes_of
 
 GATHERS = "gather activations"  # kind of traffic in the ledger
 _ALIGN_NUMEL = 32  # slices start at multiples of this, as shards of parameters do

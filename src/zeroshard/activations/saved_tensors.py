@@ -28,15 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..comm.base import DirectComm
+from ..engine import saved_parameters
+from ..engine.comm.base import DirectComm
+from ..engine.ledger import Ledger
 from ..errors import OffloadIOError, SwapError, ZeroshardError
-from ..memory.ledger import Ledger
 from ..seam import abort_peers, memory_of
 from ..utils import saved_tensors, torch_compat
 from ..utils.one_thread import one_thread
 from ..utils.saved_tensors import Outer, Saved
 from ..utils.torch_compat import FakeTensor
-from ..zero import saved_parameters
 from .partition import Slices
 from .storage import Backing, Kept
 

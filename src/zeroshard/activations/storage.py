@@ -5,7 +5,7 @@
     get ... done     the slice on the device, valid in between
     drop             the slice is not needed any more
 
-Copies, host memory, files and requests are those of the tiers (offload/storage.py). What is particular here: slices come and go
+Copies, host memory, files and requests are those of the tiers (tiers/storage.py). What is particular here: slices come and go
 like a stack, sizes are known when a slice comes, and a failure of the disk ends a backward, not the use of the model.
 
 Slices have slots in an *arena* of constant size, in memory or in a file (ZeRO, arXiv 1910.02054, 6.3: without it, long- and
@@ -24,13 +24,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..comm.pool import BufferPool
 from ..config import Offload, Tier
+from ..engine.comm.pool import BufferPool
+from ..engine.ledger import making
 from ..errors import SwapError
-from ..memory.io.async_file import ALIGN, Engine, File
-from ..memory.io.swap_folder import SwapFolder
-from ..memory.ledger import making
-from ..offload.storage import Links
+from ..tiers.io.async_file import ALIGN, Engine, File
+from ..tiers.io.swap_folder import SwapFolder
+from ..tiers.storage import Links
 from ..utils.host import ranks_here
 from ..utils.work import OVER, Then, Work
 

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..axes.tiled_parameter import Part, Tiled
 from ..config import Config
+from ..engine.auto_wrap import collect, partition
+from ..engine.parameter import ParamHome
+from ..engine.tensor.attributes import attributes_of
+from ..engine.tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..errors import ConfigError, ZeroshardError
-from ..tensor.attributes import attributes_of
-from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor
-from ..tensor.tiled_parameter import Part, Tiled
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
 from ..utils.transformers_compat import are_experts
-from ..zero.auto_wrap import collect, partition
-from ..zero.init_context import BirthHome
-from ..zero.parameter import ParamHome
+from ..values.init_context import BirthHome
 from . import experts as tiled_experts
 from .layers import EmbeddingTile, LinearTile, TiledEmbedding, TiledLinear
 

@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..axes.along_axis import Line
 from ..errors import ConfigError
 from ..utils import torch_compat
 from ..utils.axes import SP
-from ..zero.along_axis import Line
 from .causal import LAST_QUERIES
 
 # the modules of all models that are sharded over an axis sp; `sequence_of` and `active_in` look them up

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.pool import BufferPool
+from ..engine.comm.pool import BufferPool
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
-from ..memory.io.aligned import bytes_of, empty
-from ..memory.io.async_file import Engine, File, Handle, open_file
-from ..memory.io.tensor_reader import Stored, StoredCoded
+from ..tiers.io.aligned import bytes_of, empty
+from ..tiers.io.async_file import Engine, File, Handle, open_file
+from ..tiers.io.tensor_reader import Stored, StoredCoded
 from .file_writer import BUFFER_NBYTES, DIGEST_NBYTES, compare_digests
 from .manifest import Manifest
 

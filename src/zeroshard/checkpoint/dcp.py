@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from ..memory.io.tensor_reader import StoredTensor
-from ..tensor.chunks import Box
+from ..engine.tensor.chunks import Box
+from ..tiers.io.tensor_reader import StoredTensor
 from ..utils import torch_compat
 
 ALIGN = 64  # alignment of a blob and of the tensor's bytes in it; torch.save uses the same

@@ -2,7 +2,7 @@
 
     ranges --fill--> buffers --digest, write--> file          a written buffer goes back to its pool
 
-A full buffer is digested while the engine's threads write it (memory/io/async_file.py). With few buffers copying and writing
+A full buffer is digested while the engine's threads write it (tiers/io/async_file.py). With few buffers copying and writing
 overlap; with enough for everything in memory, the filled buffers are a snapshot. rank_file.py has the ranges of a rank's file,
 safetensors.py those of a model's file that all ranks write together, export.py those of an export.
 
@@ -21,12 +21,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..comm.pool import BufferPool
 from ..config import Tier
+from ..engine.comm.pool import BufferPool
+from ..engine.ledger import Ledger
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
-from ..memory.io.aligned import bytes_of, empty_aligned
-from ..memory.io.async_file import Engine, File, Handle, open_file
-from ..memory.ledger import Ledger
+from ..tiers.io.aligned import bytes_of, empty_aligned
+from ..tiers.io.async_file import Engine, File, Handle, open_file
 from ..utils.work import Work
 
 BUFFER_NBYTES = 16 << 20

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..axes.tiled_parameter import Part
 from ..seam import StateSlice
-from ..tensor.tiled_parameter import Part
 
 _CHUNK_NUMEL = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

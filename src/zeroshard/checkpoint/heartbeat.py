@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..comm.base import DirectComm
-from ..comm.codec import decode, encode
+from ..engine.comm.base import DirectComm
+from ..engine.comm.messages import decode, encode
 from ..errors import CheckpointError, CheckpointWriteError, ZeroshardError
 
 T = TypeVar("T")

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.codec import exchange_values
 from ..config import Tier
+from ..engine.comm.messages import exchange_values
+from ..engine.runtime import Runtime, runtime_of
 from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError
-from ..memory.host_memory import available_nbytes
-from ..memory.io.tensor_reader import Stored
-from ..optim import state_loading
-from ..optim.state_loading import SavedState
 from ..seam import StateSlice, engine_of, loaded
+from ..state import state_loading
+from ..state.state_loading import SavedState
+from ..tiers.host_memory import available_nbytes
+from ..tiers.io.tensor_reader import Stored
 from ..utils.host import ranks_here
-from ..zero.runtime import Runtime, runtime_of
 from . import directory, module_state, safetensors
 from . import state_map as holding
 from .bulk_reader import Bulk, Reading

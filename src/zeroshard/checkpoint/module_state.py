@@ -14,10 +14,10 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ..comm.base import DirectComm
+from ..engine.comm.base import DirectComm
 from ..errors import CheckpointError, did_you_mean
-from ..memory.io.tensor_reader import Stored, differ
 from ..seam import NamedPart
+from ..tiers.io.tensor_reader import Stored, differ
 from ..utils.module_names import own_name, own_state, step_inside
 from . import safetensors
 from .bulk_reader import Reading

@@ -11,12 +11,12 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..comm.pool import BufferPool
 from ..config import Tier
+from ..engine.comm.pool import BufferPool
+from ..engine.ledger import Ledger
+from ..engine.tensor.chunks import Box
 from ..errors import ConfigError
-from ..memory.ledger import Ledger
-from ..offload.storage import Tiers
-from ..tensor.chunks import Box
+from ..tiers.storage import Tiers
 from .dcp import ALIGN, archived, frame
 from .file_writer import BUFFER_NBYTES, Elements, Range
 from .state_map import Contents, Entry

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..comm.base import DirectComm
-from ..comm.codec import exchange_values
+from ..engine.comm.base import DirectComm
+from ..engine.comm.messages import exchange_values
+from ..engine.tensor.chunks import overlap
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
-from ..memory.io.tensor_reader import Stored, StoredBoxes, StoredCoded, StoredTensor
+from ..formats.state_codecs import labelled_column
 from ..seam import NamedPart
-from ..tensor.chunks import overlap
-from ..tensor.state_codecs import labelled_column
+from ..tiers.io.tensor_reader import Stored, StoredBoxes, StoredCoded, StoredTensor
 from . import directory, module_state, safetensors
 from . import state_map as holding
 from .file_writer import DIGEST_NBYTES, compare_digests

@@ -24,17 +24,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..comm.base import DirectComm
-from ..comm.codec import exchange_values
+from ..axes.tiled_parameter import whole_name
+from ..engine.comm.base import DirectComm
+from ..engine.comm.messages import exchange_values
+from ..engine.runtime import Runtime, runtime_of
 from ..errors import ConfigError, OffloadIOError, ZeroshardError
-from ..memory.io.aligned import bytes_of, empty
-from ..memory.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
+from ..guard.rank_consistency import distinct
 from ..seam import Engine, StateSlice, engine_of
-from ..tensor.tiled_parameter import whole_name
+from ..tiers.io.aligned import bytes_of, empty
+from ..tiers.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name, own_state
-from ..zero.rank_consistency import distinct
-from ..zero.runtime import Runtime, runtime_of
 from .directory import sync
 from .file_writer import Elements, Range, write_ranges
 from .heartbeat import raise_first, telling

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.base import DirectComm
-from ..comm.codec import exchange_values
+from ..engine.comm.base import DirectComm
+from ..engine.comm.messages import exchange_values
+from ..engine.optimizer import OptimizerCore
+from ..engine.runtime import Runtime, runtime_of
 from ..errors import CheckpointError, ConfigError, ModelMismatch
-from ..optim.sharded_optimizer import OptimizerCore
 from ..seam import StateSlice, engine_of
-from ..zero.runtime import Runtime, runtime_of
 from . import directory
 from .heartbeat import raise_first, telling, together
 from .stages import Stages, agree

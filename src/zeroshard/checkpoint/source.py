@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..memory.io.tensor_reader import Stored, StoredTensor
+from ..tiers.io.tensor_reader import Stored, StoredTensor
 from ..utils.module_names import without_wrappers
 from .manifest import Manifest
 

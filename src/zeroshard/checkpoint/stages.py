@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from ..comm.codec import exchange_values
+from ..engine.comm.messages import exchange_values
+from ..engine.optimizer import OptimizerCore
+from ..engine.runtime import Runtime
 from ..errors import ConfigError
-from ..optim.sharded_optimizer import OptimizerCore
 from ..seam import StateSlice, engine_of
-from ..zero.runtime import Runtime
 from .heartbeat import raise_first, telling
 from .module_state import names_in
 from .state_map import param_groups

@@ -26,10 +26,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..axes.tiled_parameter import Part
+from ..engine.tensor.chunks import Box, boxes_of
 from ..errors import ConfigError
 from ..seam import StateSlice, engine_of
-from ..tensor.chunks import Box, boxes_of
-from ..tensor.tiled_parameter import Part
 from ..utils.module_names import own_state
 from ..utils.work import OVER, Work
 from .dcp import MAX_BLOB_NBYTES, storable

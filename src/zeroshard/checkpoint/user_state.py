@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..comm.base import Comm
-from ..comm.codec import exchange_values
+from ..engine.comm.base import Comm
+from ..engine.comm.messages import exchange_values
 from ..errors import ConfigError, ZeroshardError
 from ..seam import StateSlice, engine_of
 from . import directory

@@ -30,12 +30,12 @@ from typing import TypeVar
 import torch
 import xxhash
 
-from ..comm.codec import decode, encode
+from ..engine.comm.messages import decode, encode
+from ..engine.runtime import Runtime
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
-from ..memory.io.async_file import Engine, open_file
 from ..seam import StateSlice
+from ..tiers.io.async_file import Engine, open_file
 from ..utils.version import __version__
-from ..zero.runtime import Runtime
 from . import directory
 from . import manifest as listing
 from . import state_map as holding

@@ -27,11 +27,11 @@ from torch import nn
 
 import zeroshard as zs
 
-from ..memory.host_memory import limits
-from ..memory.io.async_file import open_file
-from ..memory.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
-from ..memory.io.swap_folder import NETWORK_FILESYSTEMS
 from ..testing import run_threads
+from ..tiers.host_memory import limits
+from ..tiers.io.async_file import open_file
+from ..tiers.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
+from ..tiers.io.swap_folder import NETWORK_FILESYSTEMS
 from ..utils.version import TESTED_TORCH
 from .arguments import how_to_install
 from .ranks import VARIABLES, available_cores

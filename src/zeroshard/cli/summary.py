@@ -11,7 +11,7 @@ import torch
 import zeroshard as zs
 
 from ..data.text import Corpus
-from ..memory.ledger import MASTERS, OF_ACTIVATIONS, OPTIMIZER, STAGING
+from ..engine.ledger import MASTERS, OF_ACTIVATIONS, OPTIMIZER, STAGING
 from ..planner.measure.forecast import Forecast
 from ..planner.models import GPT
 from ..utils.sheets import PLAIN, Sheet

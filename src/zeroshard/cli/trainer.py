@@ -37,9 +37,9 @@ from ..activations.ulysses import sequence_of
 from ..config import Tier
 from ..data.sequence import cut
 from ..data.text import Batches, Corpus, held_out_windows
-from ..memory.host_memory import resident_nbytes
 from ..planner.measure.forecast import Forecast, forecast
 from ..planner.models import GPT
+from ..tiers.host_memory import resident_nbytes
 from .arguments import UsageError
 from .mesh_axes import MeshAxes
 from .options import OFFLOAD_PATH, TrainOptions

@@ -24,16 +24,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..diagnostics.status_server import ProcessDesk
+from ..engine.comm.base import DirectComm
+from ..engine.comm.failure import failure_of, last_words, note_exits
+from ..engine.comm.process_group import DistComm, backend_for
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
 from ..utils.host import host_identity, node_identity
-from .base import DirectComm
-from .failure import failure_of, last_words, note_exits
 from .fake import FakeComm
-from .process_group import DistComm, backend_for
 from .rendezvous import Door
 from .shared_memory import SharedComm
-from .status_server import ProcessDesk
 from .transport import ProcessTransport, ThreadTransport, ThreadWorld
 
 BACKENDS = ("auto", "shared", "dist")

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..config import Tier
-from .base import Collective, Combine, DirectComm, Region
-from .control import Sent
-from .process_group import collectives_of
-from .streams import Streams, T
-from .sums import GPU_CHUNK_NUMEL, piece_numel, sum_dtype
+from ..engine.comm.base import Collective, Combine, DirectComm, Region
+from ..engine.comm.control import Sent
+from ..engine.comm.process_group import collectives_of
+from ..engine.comm.streams import Streams, T
+from ..engine.comm.sums import GPU_CHUNK_NUMEL, piece_numel, sum_dtype
 
 Ticket = tuple[int, ...]  # numbers of tasks in a trace
 

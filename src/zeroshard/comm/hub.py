@@ -13,13 +13,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 
+from ..diagnostics.flight_recorder import Progress, describe, places_of
+from ..diagnostics.status_server import Desk, ThreadDesk
+from ..engine.comm.base import Collective, DirectComm, Outcome
+from ..engine.comm.control import HopQueue, Missing, mismatch, misuse
+from ..engine.comm.failure import GONE, Failure
 from ..errors import LEFT, StallError
 from ..utils.one_thread import Turn
-from .base import Collective, DirectComm, Outcome
-from .control import HopQueue, Missing, mismatch, misuse
-from .failure import GONE, Failure
-from .flight_recorder import Progress, describe, places_of
-from .status_server import Desk, ThreadDesk
 from .transport import ThreadTransport, Transport
 
 NOTE_AFTER_S = 0.05  # a wait longer than this is announced to the peers

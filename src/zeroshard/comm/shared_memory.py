@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..memory.ledger import making
-from .base import Collective, Combine, Outcome, Region, parts_of
-from .control import Sent
+from ..engine.comm.base import Collective, Combine, Outcome, Region, parts_of
+from ..engine.comm.control import Sent
+from ..engine.comm.streams import streams_for
+from ..engine.ledger import making
 from .hub import Hub
-from .streams import streams_for
 from .transport import Transport
 
 

@@ -29,10 +29,10 @@ from errno import errorcode
 import torch
 from torch import Tensor
 
+from ..diagnostics.flight_recorder import Progress
+from ..engine.comm.failure import GONE
+from ..engine.comm.messages import decode, encode
 from ..errors import MalformedMessage, ZeroshardError, io_remedy
-from .codec import decode, encode
-from .failure import GONE
-from .flight_recorder import Progress
 from .rendezvous import Address, Door
 
 _HEADER = struct.Struct("<I?")  # length in bytes; whether a file descriptor is sent with the message

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..activations import router_loss
 from ..activations.ulysses import sequence_of
-from ..comm.base import DirectComm
-from ..comm.codec import exchange_values
-from ..comm.mesh.axes import NamedRanks, place_along
+from ..axes.mesh import NamedRanks, place_along
+from ..engine.comm.base import DirectComm
+from ..engine.comm.messages import exchange_values
+from ..engine.runtime import runtime_of
 from ..errors import ConfigError
+from ..guard.rank_consistency import host_bytes
 from ..utils.axes import SP
-from ..zero.rank_consistency import host_bytes
-from ..zero.runtime import runtime_of
 
 if TYPE_CHECKING:
     Where = nn.Module | DeviceMesh | Mapping[str, int]

@@ -5,7 +5,7 @@
     zs.stop_together    both stop after step 2
 
 A rank whose data has ended still has a shard of every state, which the other ranks need for their all-gathers, reduce-scatters,
-norms and steps. They announce to it each event (zero/attendance.py), and it takes part without running the model: it gathers the
+norms and steps. They announce to it each event (guard/attendance.py), and it takes part without running the model: it gathers the
 same units, reduces zeros, and steps its shards with the other ranks' options.
 """
 
@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..activations import router_loss
 from ..activations.ulysses import sequence_of
+from ..engine.optimizer import OptimizerCore, plain_options, take_options
+from ..engine.runtime import Runtime, runtime_of
 from ..errors import ConfigError, ZeroshardError
-from ..optim.sharded_optimizer import OptimizerCore, plain_options, take_options
-from ..zero.runtime import Runtime, runtime_of
 
 Batch = TypeVar("Batch")
 

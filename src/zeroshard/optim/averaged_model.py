@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ..config import Tier
+from ..engine.ledger import AVERAGES
+from ..engine.runtime import Runtime, runtime_of
+from ..engine.unit import ParamGroup
+from ..engine.verbs import begin
 from ..errors import ConfigError, ZeroshardError
-from ..memory.ledger import AVERAGES
-from ..offload.storage import Rest
+from ..tiers.storage import Rest
 from ..utils.module_names import own_state
-from ..zero.runtime import Runtime, runtime_of
-from ..zero.tensor_stream import full_tensors, put_full_tensors
-from ..zero.unit import ParamGroup
-from ..zero.verbs import begin
+from ..values.tensor_stream import full_tensors, put_full_tensors
 
 _CHUNK_NUMEL = 4 << 20  # elements copied at a time if source or target is offloaded
 

@@ -22,16 +22,16 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..config import Tier
+from ..engine.ledger import OPTIMIZER
+from ..engine.optimizer import OfShardedModel, OptimizerCore, derived, homes_of, runtimes_of, shard_optimizer
+from ..engine.shard_model import check_room, state_plans
 from ..errors import ConfigError, ModelClosed
-from ..memory.estimate import Place
-from ..memory.ledger import OPTIMIZER
+from ..guard.rank_consistency import check_alike, described_optimizer
+from ..guard.validation import check_optimizer, held_optimizers
+from ..tiers.estimate import Place
 from ..utils.autograd import in_backward
-from ..zero.rank_consistency import check_alike, described_optimizer
-from ..zero.shard_model import check_room, state_plans
 from .lr_schedulers import Tally, respect_skipped_steps
-from .sharded_optimizer import OfShardedModel, OptimizerCore, derived, homes_of, runtimes_of, shard_optimizer
 from .take_over import TakeOver
-from .validation import check_optimizer, held_optimizers
 
 if TYPE_CHECKING:
     _Optimizer = torch.optim.Optimizer

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.inner_optimizer import Options
 from ..errors import ConfigError
-from .inner_optimizer import Options
 
 
 class Lion(torch.optim.Optimizer):

@@ -17,7 +17,7 @@ import torch
 from torch.optim import lr_scheduler
 
 if TYPE_CHECKING:
-    from .sharded_optimizer import StepRecord
+    from ..engine.optimizer import StepRecord
 
 
 class Tally:

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..tensor.sharded_tensor import ShardedTensor
+from ..engine.inner_optimizer import State, inner_copy
+from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..utils.torch_compat import DYNAMO, FakeTensor, TorchDispatchMode, disable_current_modes
-from .inner_optimizer import State, inner_copy
 
 T = TypeVar("T")
 _STEPS = 12  # some classes use the whole matrix in every tenth step only

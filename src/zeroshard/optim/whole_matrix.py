@@ -4,13 +4,13 @@
               rank 1 collects w1                              steps it                                    "
     turn 2    w2, w3 ...
 
-Each parameter is a run of its own (optim/segments.py). States of the parameter's shape are sharded like it; states of other
+Each parameter is a run of its own (engine/runs.py). States of the parameter's shape are sharded like it; states of other
 shapes, and numbers, are the same on every rank. So checkpoints, tiers and resharding need no special case. At a replicated stage
 each rank steps all parameters, and nothing is sent.
 
 Parameters are assigned to ranks by size, the largest first, each to the rank with the fewest elements so far. In a turn every
 rank holds one whole parameter, with gradient and states, besides its slices. The slices travel by all-gathers of small chunks
-(zero/chunked_gather.py), which also bring each rank other ranks' parameters; it drops those chunks at once.
+(values/chunked_gather.py), which also bring each rank other ranks' parameters; it drops those chunks at once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm
-from ..comm.codec import exchange_values, sendable
+from ..axes.tiled_parameter import part_of
+from ..engine.comm.base import Comm
+from ..engine.comm.messages import exchange_values, sendable
+from ..engine.inner_optimizer import Options, State, fresh, step_alone
+from ..engine.parameter import ParamSpec
+from ..engine.runs import Run
+from ..engine.tensor.state_column import is_column
 from ..errors import ConfigError
-from ..offload.storage import Tiers
-from ..tensor.state_column import is_column
-from ..tensor.tiled_parameter import part_of
+from ..tiers.storage import Tiers
 from ..utils.torch_compat import disable_current_modes
-from ..zero.chunked_gather import ChunkedGather
-from ..zero.parameter import ParamSpec
-from .inner_optimizer import Options, State, fresh, step_alone
-from .segments import Run
+from ..values.chunked_gather import ChunkedGather
 
 _CHUNK_NBYTES = 4 << 20  # size of one rank's staging buffer
 

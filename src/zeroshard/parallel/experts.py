@@ -32,13 +32,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..activations.experts import Idle, why_not
+from ..axes.along_axis import AlongAxis, Line
+from ..axes.distributed import Owned, is_distributed
+from ..axes.tiled_parameter import Tile, Tiled
 from ..errors import ConfigError, did_you_mean
-from ..tensor.distributed import Owned, is_distributed
-from ..tensor.tiled_parameter import Tile, Tiled
 from ..utils import torch_compat
 from ..utils.joined_class import Joined, joined_class
 from ..utils.transformers_compat import are_experts
-from ..zero.along_axis import AlongAxis, Line
 
 
 @dataclass

@@ -17,8 +17,8 @@ from ..activations.checkpoint import checkpoint_activations
 from ..activations.token_tiles import tile_loss, tile_mlps, untile
 from ..api import shard
 from ..config import Offload
+from ..engine.runtime import runtime_of
 from ..errors import ConfigError
-from ..zero.runtime import runtime_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

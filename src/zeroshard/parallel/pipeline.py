@@ -27,15 +27,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from ..activations import router_loss
+from ..axes.distributed import is_distributed
 from ..comm.backend_select import is_imagined
-from ..comm.process_group import DistComm, judge
 from ..comm.shared_memory import SharedComm
+from ..engine.comm.process_group import DistComm, judge
+from ..engine.runtime import runtime_of
 from ..errors import ConfigError, did_you_mean
-from ..tensor.distributed import is_distributed
 from ..utils import torch_compat
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import stage_backward_weight
-from ..zero.runtime import runtime_of
 from .stages import Stage
 from .tied import TiedParameters, exchange_objects
 

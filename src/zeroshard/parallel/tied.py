@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.backend_select import is_imagined
+from ..engine.runtime import runtime_of
+from ..engine.unit import ParamGroup
 from ..errors import ModelMismatch
-from ..optim.parameter_access import value_of
-from ..zero.runtime import runtime_of
-from ..zero.unit import ParamGroup
+from ..state.parameter_access import value_of
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..engine.runtime import runtime_of
 from ..utils.axes import role
 from ..utils.torch_compat import TorchDispatchMode
-from ..zero.runtime import runtime_of
 from .pipeline import Pipeline
 
 _COUNTED_STEP = 1

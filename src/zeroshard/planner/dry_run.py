@@ -34,6 +34,8 @@ from ..checkpoint.rank_file import staging
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
 from ..data.sequence import cut
+from ..engine.runtime import runtime_of
+from ..engine.unit import Unit
 from ..errors import ConfigError, ZeroshardError, did_you_mean
 from ..parallel.parallelize import next_token_loss
 from ..public import accumulate, checkpoint_activations, close, parallelize, report, save, shard
@@ -44,8 +46,6 @@ from ..utils.axes import DP, EP, PLANNED, PP, SP, TP, cuts_model, planned_sizes
 from ..utils.option_names import TILES
 from ..utils.torch_compat import FakeTensor, PlanMode
 from ..utils.transformers_compat import answer_for_packed, is_pretrained
-from ..zero.runtime import runtime_of
-from ..zero.unit import Unit
 from .faults import NO_NUMBERS, first_line, told, where
 from .operators import Groups, Operators
 from .plan import ACTIVATIONS, KEPT, PHASES, Moment, Phase, Plan

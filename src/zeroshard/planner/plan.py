@@ -20,9 +20,9 @@ from .simulator.trace import Trace
 
 PHASES = ("load", "first step", "forward", "backward", "step", "save")
 ACTIVATIONS = "activations"  # and all else that operators allocate: inputs, logits, temporaries
-KEPT = "kept by the C library"  # only on CPUs: holes that other phases have left in the heap, see memory/host_memory.py
+KEPT = "kept by the C library"  # only on CPUs: holes that other phases have left in the heap, see tiers/host_memory.py
 
-Held = dict[str, int]  # bytes by category: those of memory/ledger.py, and ACTIVATIONS
+Held = dict[str, int]  # bytes by category: those of engine/ledger.py, and ACTIVATIONS
 
 
 def memories(held: Mapping[Tier, Held], separate: bool) -> dict[Tier, Held]:

@@ -17,9 +17,9 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from ..comm.control import Sent, operation
 from ..comm.fake import Ticket, Watcher
 from ..config import Tier
+from ..engine.comm.control import Sent, operation
 from ..utils.axes import DP, EP, SP
 from .faults import OutOfTime
 from .meter import Meter

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from ..config import PRECISIONS, Placement, Tier
-from ..memory import ledger
-from ..memory.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Traffic
+from ..engine import ledger
+from ..engine.ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Traffic
+from ..engine.runtime import runtime_of
 from ..utils.state_format import StateFormat
-from ..zero.runtime import runtime_of
 from .snapshot import Link, Snapshot, snapshot_of
 
 STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)

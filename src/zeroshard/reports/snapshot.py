@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..comm.base import Comm
-from ..comm.control import Sent
 from ..config import Config, Placement, Tier
-from ..memory.ledger import Traffic
-from ..offload.storage import SplitRest
-from ..optim.segments import state_tensors
-from ..optim.sharded_optimizer import OptimizerCore
-from ..tensor.flat_layout import round_up
-from ..zero.runtime import Runtime
-from ..zero.unit import ParamGroup
+from ..engine.comm.base import Comm
+from ..engine.comm.control import Sent
+from ..engine.flat_layout import round_up
+from ..engine.ledger import Traffic
+from ..engine.optimizer import OptimizerCore
+from ..engine.runs import state_tensors
+from ..engine.runtime import Runtime
+from ..engine.unit import ParamGroup
+from ..tiers.storage import SplitRest
 
 Link = tuple[Tier, Tier]  # from, to
 _PATH = [Tier.DEVICE, Tier.HOST, Tier.DISK]
@@ -77,7 +77,7 @@ class Snapshot:
         has_optimizer: an optimizer steps the parameters. steps: its steps so far.
         units: (name, groups), in the order of forward.
         host_runs: the ranges that the host steps one after another: (group, elements).
-        held: bytes now by tier and category of memory/ledger.py. peak: the most so far on the device, by category.
+        held: bytes now by tier and category of engine/ledger.py. peak: the most so far on the device, by category.
         moved: bytes moved between tiers so far, by link, without those read ahead for a later step.
         traffic: the collectives so far, by kind. sent_by_axis: the bytes that this rank has sent in them, by axis of the mesh.
         compression_errors: relative error of what was packed, by unit, when it was last measured.

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..axes.distributed import Distribution
+from ..axes.tiled_parameter import Part, part_of, whole_name
 from ..config import Tier
+from ..engine.parameter import ParamSpec
+from ..engine.runtime import Runtime
+from ..engine.shard_model import write_value
+from ..engine.unit import ParamGroup
 from ..errors import ConfigError
-from ..memory.io.aligned import empty
-from ..offload.storage import CodedRest, Rest
-from ..optim.state_loading import Reader, copy_to_rest
-from ..tensor.distributed import Distribution
-from ..tensor.tiled_parameter import Part, part_of, whole_name
+from ..tiers.io.aligned import empty
+from ..tiers.storage import CodedRest, Rest
 from ..utils.module_names import own_name
 from ..utils.work import OVER, Work
-from ..zero.parameter import ParamSpec
-from ..zero.runtime import Runtime
-from ..zero.shard_model import write_value
-from ..zero.unit import ParamGroup
+from .state_loading import Reader, copy_to_rest
 
 
 @dataclass(eq=False)  # not frozen: a save makes thousands
@@ -72,7 +72,7 @@ class StateSlice(NamedPart):
 
     counted: of the ranks that hold copies of the same shard (replicas, ranks along model axes) this is the one that saves it.
     leads: this rank says what is said once for a tensor, if its slice is counted. It has the first element; rank 0 of an empty one.
-    guarded: every writer waits for a background save (zero/write_gate.py), which may copy the elements while training goes on.
+    guarded: every writer waits for a background save (engine/write_gate.py), which may copy the elements while training goes on.
     encoded: label of the encoding; the elements are bytes (see `at_rest`).
     """
 

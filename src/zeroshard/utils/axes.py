@@ -22,7 +22,7 @@ class Axis:
     "no", all hold the same ones. shards_states: ZeRO shards over the axis; if neither, its ranks are replicas. cuts_batch: each
     reads another part of the batch. gradient: that of a parameter is the "mean" or the "sum" over the axis. ZeRO reduces along
     axes that cut the batch or no parameters; along the others, DTensors and the pipeline do. attaches: modules of activations/
-    that change a model's forwards where it is sharded over the axis (zero/along_axis.py).
+    that change a model's forwards where it is sharded over the axis (axes/along_axis.py).
 
     Where an axis cuts parameters and the batch, both holds: of the parameters that it does not cut, ZeRO shards the states over it,
     and reduces the gradients. Of those that it cuts (experts), a rank's gradient has come from the tokens of all ranks along the

@@ -1,4 +1,4 @@
-"""Operations that have been started: requests to files, copies between tiers, collectives (comm/base.py)."""
+"""Operations that have been started: requests to files, copies between tiers, collectives (engine/comm/base.py)."""
 
 from __future__ import annotations
 

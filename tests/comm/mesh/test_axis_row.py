@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.utils.axes import AXES, Axis
-from zeroshard.zero.runtime import runtime_of
 
 WORLD, STEPS, ROWS, TOKENS = 4, 3, 4, 6
 MODEL = seeded(MLP)

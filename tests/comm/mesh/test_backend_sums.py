@@ -12,12 +12,12 @@ import torch.distributed as dist
 from helpers import MLP, Branches, OddGPT, Rounding, Task, reference, seeded, token_batches, train, vector_batches
 
 import zeroshard as zs
-from zeroshard.comm import process_group
 from zeroshard.comm.launch import run_processes
-from zeroshard.comm.mesh.backend_sums import BackendSums
+from zeroshard.engine.comm import process_group
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.packing.backend_sums import BackendSums
 from zeroshard.testing import run_threads
 from zeroshard.utils import torch_compat
-from zeroshard.zero.runtime import runtime_of
 
 pytestmark = pytest.mark.processes
 NEAR = 1e-6

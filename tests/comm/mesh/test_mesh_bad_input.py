@@ -9,7 +9,7 @@ from mesh_kit import on_ranks
 
 import zeroshard as zs
 from zeroshard import ConfigError, ModelMismatch
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.runtime import runtime_of
 
 MODEL = seeded(OddGPT)
 

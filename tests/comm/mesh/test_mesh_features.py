@@ -14,9 +14,9 @@ from mesh_kit import expected, on_ranks, options_of, trained
 
 import zeroshard as zs
 from zeroshard import Offload
-from zeroshard.comm.mesh.hierarchical import HierarchicalComm
-from zeroshard.memory.ledger import SECONDARY
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.ledger import SECONDARY
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.packing.hierarchical import HierarchicalComm
 
 WORLD, SIZE = 4, 2
 MODEL = seeded(OddGPT)

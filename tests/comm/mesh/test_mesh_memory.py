@@ -8,11 +8,11 @@ from mesh_kit import on_ranks, options_of
 
 import zeroshard as zs
 from zeroshard.config import Tier
-from zeroshard.memory.estimate import BUFFERS
-from zeroshard.memory.ledger import RESIDUALS, SECONDARY, STAGING
+from zeroshard.engine import shard_model
+from zeroshard.engine.ledger import RESIDUALS, SECONDARY, STAGING
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.tiers.estimate import BUFFERS
 from zeroshard.utils.compression import Compression
-from zeroshard.zero import shard_model
-from zeroshard.zero.runtime import runtime_of
 
 MODEL = seeded(lambda: OddGPT(dim=16, layers=2))
 PACKED = Compression("int8", min_numel=0, exempt=(), block=32, error_feedback=True)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.runtime import runtime_of
 
 WORLD, SIZE, STALL_S = 4, 2, 6.0
 NEVER_S = 3600.0  # longer than any test may take: what ends sooner was told, and not missed

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.engine.runtime import runtime_of
 
 WORLDS = pytest.mark.parametrize("nodes, place", [(8, 8), (128, 8)], ids=["8x8", "128x8"])
 HALF = 2  # bytes an element of bf16, of values and of gradients

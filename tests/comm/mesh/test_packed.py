@@ -11,9 +11,9 @@ from helpers import OddGPT, adamw, differences, flat, seeded, token_batches
 from mesh_kit import NETWORKS, on_ranks, options_of
 
 import zeroshard as zs
-from zeroshard.memory.ledger import RESIDUALS
+from zeroshard.engine.ledger import RESIDUALS
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.utils.compression import Compression
-from zeroshard.zero.runtime import runtime_of
 
 WORLD, SIZE = 4, 2
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"

@@ -15,8 +15,8 @@ from nodes import Nodes
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm import pool
 from zeroshard.comm.launch import run_processes
+from zeroshard.engine.comm import pool
 
 RANKS_HERE = 2
 STALL_S, NEVER_S = 3.0, 3600.0  # longer than any test may take: what ends sooner was told, and not missed

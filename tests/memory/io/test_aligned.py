@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zeroshard.memory.io import ALIGN, empty_aligned
-from zeroshard.memory.io.aligned import way_mark
+from zeroshard.tiers.io import ALIGN, empty_aligned
+from zeroshard.tiers.io.aligned import way_mark
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 65535, 65536, 1_000_003, 5 << 20])

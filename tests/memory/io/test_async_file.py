@@ -25,9 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.errors import OffloadIOError, ZeroshardError
-from zeroshard.memory.io import ALIGN, Engine, Syscalls, async_file, empty_aligned, open_file
-from zeroshard.memory.io.async_file import Checksums
-from zeroshard.memory.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
+from zeroshard.tiers.io import ALIGN, Engine, Syscalls, async_file, empty_aligned, open_file
+from zeroshard.tiers.io.async_file import Checksums
+from zeroshard.tiers.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
 
 NBYTES = 5 * ALIGN + 1234  # of most files: neither whole blocks nor a round number
 BLOCK_NBYTES = 2 * ALIGN  # pieces are small, so that small requests have several

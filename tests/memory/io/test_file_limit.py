@@ -13,8 +13,8 @@ import zeroshard as zs
 from zeroshard.comm.rendezvous import Door
 from zeroshard.comm.transport import ProcessTransport
 from zeroshard.errors import CheckpointWriteError, OffloadIOError, io_remedy
-from zeroshard.memory.io.async_file import open_file
 from zeroshard.testing import run_threads
+from zeroshard.tiers.io.async_file import open_file
 
 LIMIT = 1 << 20
 SAID = r"EFBIG \(File too large\).*no file larger than 1,048,576 bytes \(ulimit -f\): raise that limit for all ranks"

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from zeroshard.errors import ConfigError, SwapError
-from zeroshard.memory.io import Engine, SwapFolder, measure, swap_folder
-from zeroshard.memory.io.filesystems import filesystem_of
+from zeroshard.tiers.io import Engine, SwapFolder, measure, swap_folder
+from zeroshard.tiers.io.filesystems import filesystem_of
 
 
 @pytest.fixture(autouse=True)
@@ -314,7 +314,7 @@ def test_a_removal_that_is_cut_short_can_be_taken_up_again(tmp_path, monkeypatch
 LIVES = """
 import multiprocessing, os, sys, time
 from zeroshard.io import SwapFolder
-from zeroshard.memory.io import swap_folder as swap
+from zeroshard.tiers.io import swap_folder as swap
 swap.filesystem_of = lambda path: "ext4"
 
 def use():

@@ -13,13 +13,13 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.config import Tier
-from zeroshard.optim import cpu_kernels, slab_step
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.planner.measure import forecast as module
 from zeroshard.planner.measure import probe
 from zeroshard.planner.measure.forecast import DISK, DISK_BESIDE, HOST_STEP, Forecast, _predict, _Work, forecast
 from zeroshard.seam import engine_of
 from zeroshard.testing import run_threads
-from zeroshard.zero.runtime import runtime_of
+from zeroshard.tiers import cpu_kernels, slab_step
 
 BATCHES = token_batches(3, 2, 2)
 NVME = {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"}

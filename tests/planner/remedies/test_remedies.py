@@ -10,7 +10,7 @@ import pytest
 from planned import MIB, hardware, request
 
 from zeroshard.config import Tier
-from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, SECONDARY
+from zeroshard.engine.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, SECONDARY
 from zeroshard.planner.faults import OutOfTime
 from zeroshard.planner.model_source import source_of
 from zeroshard.planner.models import GPT, GPTConfig

@@ -12,8 +12,9 @@ from volumes import rows
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
 from zeroshard.config import Tier
+from zeroshard.engine.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import ConfigError
-from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
 from zeroshard.planner.dry_run import plan
 from zeroshard.planner.model_source import ModelSource
 from zeroshard.planner.models import CASE_STUDIES, GPT, GPTConfig
@@ -25,7 +26,6 @@ from zeroshard.planner.search.profile import LayerProfile, Profile
 from zeroshard.planner.search.requested import layout_of, of_layout, profile_of
 from zeroshard.planner.simulator.hardware import NETWORK, Hardware
 from zeroshard.planner.simulator.trace import Resource
-from zeroshard.zero.runtime import runtime_of
 
 SHAPE = GPTConfig(vocab_size=1000, seq_len=32, dim=96, layers=3, heads=4, bias=True)
 STATES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)

@@ -14,7 +14,8 @@ import zeroshard as zs
 from zeroshard.cli import main
 from zeroshard.comm.fake import FakeComm, Imagination, imagination
 from zeroshard.config import Config, Tier
-from zeroshard.memory.ledger import GATHERED, STAGING
+from zeroshard.engine.ledger import GATHERED, STAGING
+from zeroshard.engine.shard_model import Inventory
 from zeroshard.planner.dry_run import plan
 from zeroshard.planner.model_source import ModelSource
 from zeroshard.planner.models import GPT, GPTConfig
@@ -26,8 +27,7 @@ from zeroshard.planner.search.memory import memory_of
 from zeroshard.planner.search.profile import Profile
 from zeroshard.planner.search.requested import layout_of
 from zeroshard.planner.search.search import search
-from zeroshard.zero import auto_stage
-from zeroshard.zero.shard_model import Inventory
+from zeroshard.tiers import auto_stage
 
 SMALL = ["quickstart", "--ranks", "8", "--node-size", "4", "--seq", "64", "--hardware", "a100-40gb", "--precision", "bf16"]
 LAYOUTS = {

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import ConfigError
 from zeroshard.planner.model_source import source_of
 from zeroshard.planner.models import CASE_STUDIES, GPT, GPTConfig
@@ -20,7 +21,6 @@ from zeroshard.planner.search.profile import ROOT, Profile, buckets_of
 from zeroshard.planner.search.requested import profile_of
 from zeroshard.planner.search.search import by_formula
 from zeroshard.planner.simulator.hardware import Hardware
-from zeroshard.zero.runtime import runtime_of
 
 SHAPE = GPTConfig(vocab_size=3000, seq_len=64, dim=128, layers=3, heads=4)
 SHAPES = {

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from zeroshard.config import Config, Tier
+from zeroshard.engine.ledger import OPTIMIZER
 from zeroshard.errors import ConfigError
-from zeroshard.memory.ledger import OPTIMIZER
 from zeroshard.planner.model_source import ModelSource
 from zeroshard.planner.models.gpt import GPT, GPTConfig
 from zeroshard.planner.plan import Phase, Plan

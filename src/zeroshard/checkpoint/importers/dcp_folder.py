@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from ...engine.tensor.chunks import Box
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
-from ...memory.io.tensor_reader import StoredBoxes
-from ...tensor.chunks import Box
+from ...tiers.io.tensor_reader import StoredBoxes
 from ..safetensors import is_extra_state
 from ..source import Opened, load_object, read_value
 from .torch_file import TensorBlob

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...memory.host_memory import available_nbytes, resident_nbytes
+from ...tiers.host_memory import available_nbytes, resident_nbytes
 from ...utils import torch_compat
 
 T = TypeVar("T")

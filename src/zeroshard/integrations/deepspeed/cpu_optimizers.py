@@ -2,7 +2,7 @@
 
 DeepSpeed's classes for the host and for the device are the same here: `zero_optimization.offload_optimizer` determines the tier
 of the states, and so whether host or device steps them. The classes set fused=True, so a step has the bits of torch's fused step,
-also when the host steps offloaded states (optim/cpu_kernels.py). States are fp32; `fp32_optimizer_states=False` makes them bf16
+also when the host steps offloaded states (tiers/cpu_kernels.py). States are fp32; `fp32_optimizer_states=False` makes them bf16
 where masters are (bf16_master_weights_and_grads), as in DeepSpeed.
 
 bias_correction=False and amsgrad=True raise ConfigError: torch's fused step lacks the first, and DeepSpeed the second.

@@ -22,16 +22,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...engine.hooks import also_remove
+from ...engine.runtime import runtime_of
 from ...errors import ZeroshardError
+from ...guard.out_of_memory import telling
 from ...public import accumulate, close, offload_states, reload_states
 from ...seam import engine_of
 from ...utils import torch_compat
 from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...utils.torch_compat import in_derivative
-from ...zero.hooks import also_remove
-from ...zero.out_of_memory import telling
-from ...zero.runtime import runtime_of
 from . import partition
 from .accelerator import always
 from .checkpoints import Checkpoints

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...comm.codec import exchange_values
+from ...engine.comm.messages import exchange_values
+from ...engine.tensor.sharded_tensor import ShardedTensor
 from ...errors import ConfigError, NonFiniteError
-from ...optim.parameter_access import ParameterPart, gradient_of, state_of, value_of
 from ...seam import engine_of
-from ...tensor.sharded_tensor import ShardedTensor
-from ...zero.gathered_parameters import home_of
+from ...state.parameter_access import ParameterPart, gradient_of, state_of, value_of
+from ...values.gathered_parameters import home_of
 from . import partition, stand_ins
 from .accelerator import always
 from .cpu_optimizers import FusedAdam

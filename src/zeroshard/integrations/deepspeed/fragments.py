@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ...optim.parameter_access import ParameterPart, gradient_of, state_of, value_of
-from ...zero.gathered_parameters import home_of
-from ...zero.parameter import ParamHome
+from ...engine.parameter import ParamHome
+from ...state.parameter_access import ParameterPart, gradient_of, state_of, value_of
+from ...values.gathered_parameters import home_of
 from .partition import is_zero_param
 
 

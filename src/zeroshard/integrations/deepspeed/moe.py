@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...tensor.distributed import distribution_of
-from ...zero.hooks import also_remove
-from ...zero.runtime import runtime_of
+from ...axes.distributed import distribution_of
+from ...engine.hooks import also_remove
+from ...engine.runtime import runtime_of
 from .sections import DeepSpeedConfigError
 
 _JITTER = 1e-2  # inputs of the gate are multiplied by numbers in 1 - _JITTER .. 1 + _JITTER

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from ...comm import backend_select
-from ...comm.process_group import talking_device
 from ...config import Tier
-from ...tensor.attributes import whole_now
-from ...tensor.sharded_tensor import ReplicatedParameter, ShardedParameter
-from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
-from ...zero.init_context import BirthHome, cut_module, cut_whole, init, is_born, whole_births
-from ...zero.parameter import ParamHome
-from ...zero.runtime import runtime_of
-from ...zero.unit import Phase
+from ...engine.comm.process_group import talking_device
+from ...engine.parameter import ParamHome
+from ...engine.runtime import runtime_of
+from ...engine.tensor.attributes import whole_now
+from ...engine.tensor.sharded_tensor import ReplicatedParameter, ShardedParameter
+from ...engine.unit import Phase
+from ...values.gathered_parameters import Gathering, home_of, is_gathered, refuse
+from ...values.init_context import BirthHome, cut_module, cut_whole, init, is_born, whole_births
 from . import communication
 from .accelerator import get_accelerator
 from .ds_config import get_bfloat16_config, get_float16_config, read_config, zero_section

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm.codec import exchange_values
+from ...engine.comm.messages import exchange_values
+from ...engine.runtime import runtime_of
 from ...errors import ZeroshardError
+from ...guard.out_of_memory import telling
 from ...public import Pipeline
 from ...seam import engine_of
 from ...utils.axes import PP
 from ...utils.tensor_tree import cast_floating, find_tensors, map_tensors
-from ...zero.out_of_memory import telling
-from ...zero.runtime import runtime_of
 from .accelerator import always
 from .engine import DeepSpeedEngine, halved
 from .pipe import PipelineError, PipelineModule

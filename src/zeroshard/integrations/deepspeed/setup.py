@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ...comm import backend_select
-from ...comm.base import Comm
-from ...comm.codec import exchange_values
-from ...comm.process_group import talking_device
+from ...engine.comm.base import Comm
+from ...engine.comm.messages import exchange_values
+from ...engine.comm.process_group import talking_device
+from ...engine.runtime import runtime_of
 from ...public import close, shard
 from ...utils.axes import DP, EP, TP
-from ...zero.ddp_interface import take_interface
-from ...zero.runtime import runtime_of
+from ...values.ddp_interface import take_interface
 from . import VERSION, activation, communication, leaf_modules, moe, partition, tensor_parallel
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine

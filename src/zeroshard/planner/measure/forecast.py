@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ...comm.codec import exchange_values
 from ...config import Tier
+from ...engine.comm.messages import exchange_values
+from ...engine.runtime import Runtime, runtime_of
 from ...errors import ConfigError
-from ...optim.cpu_kernels import describe_threads, visible_cores
 from ...seam import Snapshot, engine_of
+from ...tiers.cpu_kernels import describe_threads, visible_cores
 from ...utils.host import ranks_here
-from ...zero.runtime import Runtime, runtime_of
 from .probe import DiskProbe, Rehearsal, copy_rates, step_rate
 
 HOST_STEP, DISK, DISK_BESIDE = "host step", "disk", "disk while the host steps"

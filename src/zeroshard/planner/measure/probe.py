@@ -18,23 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from ...config import Tier
-from ...memory.io.aligned import empty_aligned
-from ...memory.io.async_file import Engine, Handle
-from ...offload.gradient_offload import NarrowRest
-from ...offload.storage import SplitRest, Tiers
-from ...optim.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
-from ...optim.inner_optimizer import inner_copy
-from ...optim.offloaded_step import HostStepper
-from ...optim.segments import Run
-from ...optim.sharded_optimizer import OptimizerCore
-from ...optim.slab_step import Job, SlabStepper, hashed_uniform
-from ...tensor.state_column import is_column
-from ...tensor.stretch import CodedStretch, SplitStretch, Stretch
+from ...engine.inner_optimizer import inner_copy
+from ...engine.optimizer import OptimizerCore
+from ...engine.runs import Run
+from ...engine.tensor.state_column import is_column
+from ...engine.tensor.stretch import CodedStretch, SplitStretch, Stretch
+from ...tiers.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
+from ...tiers.gradient_offload import NarrowRest
+from ...tiers.host_step import HostStepper
+from ...tiers.io.aligned import empty_aligned
+from ...tiers.io.async_file import Engine, Handle
+from ...tiers.slab_step import Job, SlabStepper, hashed_uniform
+from ...tiers.storage import SplitRest, Tiers
 from ..simulator.disk_bandwidth import hidden_file, noise
 
 _PROBE_S = 0.4
 _NUMEL = 1 << 22  # parameters that are stepped: with their states, more than caches hold
-_CHUNK_NUMEL = 1 << 18  # stretch that the optimizer's own class steps, as in optim/offloaded_step.py
+_CHUNK_NUMEL = 1 << 18  # stretch that the optimizer's own class steps, as in tiers/host_step.py
 _STRETCH_NUMEL = 1 << 20  # stretch that a kernel steps between two polls of the disk (or two chunks for each thread)
 _BLOCK_NBYTES, _BLOCKS = 8 << 20, 4  # size of a block; blocks in each half of the file
 _DEPTH = 12  # requests in flight: about as many bytes as a step's buffers hold

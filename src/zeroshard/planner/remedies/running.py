@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...config import Tier
+from ...engine.auto_wrap import ROOT
+from ...engine.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
 from ...errors import ConfigError
-from ...memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
+from ...guard.out_of_memory import Shortage, size
 from ...utils.axes import DP, cuts_model, planned_sizes
-from ...zero.auto_wrap import ROOT
-from ...zero.out_of_memory import Shortage, size
 from ..model_source import ModelSource
 from ..plan import ACTIVATIONS
 from ..request import Request

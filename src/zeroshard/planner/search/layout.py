@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from ...comm.codecs import packing
-from ...comm.mesh.topology import Topology, imagined_topology
+from ...axes.topology import Topology, imagined_topology
 from ...config import DEVICE_NAMES, PRECISIONS, STAGES, STATES, Config, Tier
+from ...engine.tensor.state_column import StateColumn
 from ...errors import ConfigError, did_you_mean
-from ...memory.estimate import rests_away
-from ...tensor.state_codecs import coded_column
-from ...tensor.state_column import StateColumn
+from ...formats.state_codecs import coded_column
+from ...packing.codecs import packing
+from ...tiers.estimate import rests_away
 from ...utils.axes import DP, EP, PLANNED, SP, TP
 from ...utils.compression import GRADIENT_CODECS, Compression
 from ...utils.state_format import FORMATS, StateFormat
@@ -60,7 +60,7 @@ class Layout:
     optimizer_states: the format in which they rest, by its name. master_weights: see Config.
     gradient_itemsize: bytes of a gradient's element at rest. state_itemsize: of an element's fp32 optimizer states, without masters.
     separate: the device has a memory of its own. rings: reductions go around rings of ranks, as in published runs; in this
-        library each rank sends to each directly (comm/base.py:collect). stops_early: a recomputed forward ends where backward has
+        library each rank sends to each directly (engine/comm/base.py:collect). stops_early: a recomputed forward ends where backward has
         all that it needs, as in torch's checkpoints; those of Megatron-LM and DeepSpeed repeat all of it.
     """
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...config import STAGES, Placement, Tier
-from ...memory.estimate import rests_away
+from ...engine.auto_wrap import ROOT
+from ...tiers.estimate import rests_away
 from ...utils.axes import DP, EP, PP, SP, TP
-from ...zero.auto_wrap import ROOT
 from ..simulator.hardware import Hardware, resource_seconds, seconds
 from ..simulator.simulate import kind_of
 from ..simulator.trace import AttentionWork, Resource, Task, Trace
@@ -366,7 +366,7 @@ class _Sharding:
             self.once += _hops("gather", "forward", sizes.gather, times, more)
             self.once += _hops("gather", "forward", sizes.again, -times, more)
         if sizes.packs_weights:
-            # a kernel that packs or unpacks reads and writes each byte once (comm/codecs/triton_kernels.py); a secondary shard rests packed
+            # a kernel that packs or unpacks reads and writes each byte once (packing/codecs/triton_kernels.py); a secondary shard rests packed
             pack, unpack = nbytes + sizes.own * sizes.weight, sizes.numel * (sizes.weight + lay.itemsize)
             packed = Task("pack", "forward", {Resource.DEVICE: pack}, kernels=1)
             (self.each if lay.hpz == 1 else self.once).append((packed, count if lay.hpz == 1 else times))

@@ -11,19 +11,19 @@ from dataclasses import replace
 
 import torch
 
-from ...comm.mesh.topology import needed
-from ...comm.sums import GPU_CHUNK_NUMEL, RECEIVED_NBYTES
+from ...axes.topology import needed
 from ...config import Config, Placement, Tier
-from ...memory.estimate import BUFFERS, Group, needs, rests_away
-from ...memory.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
-from ...zero.prefetch import most_gathered
+from ...engine.comm.sums import GPU_CHUNK_NUMEL, RECEIVED_NBYTES
+from ...engine.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
+from ...engine.prefetch import most_gathered
+from ...tiers.estimate import BUFFERS, Group, needs, rests_away
 from ..plan import ACTIVATIONS, Held, fullest, memories
 from .layout import Layout, comms_of, packed_nbytes
 from .profile import Profile, buckets_of
 
 
 def memory_of(profile: Profile, layout: Layout, stage: int = 0, trained: float = 1.0) -> dict[Tier, dict[str, int]]:
-    """Return the bytes of a rank of a stage, by tier and category of memory/ledger.py, at the fullest moment of the device.
+    """Return the bytes of a rank of a stage, by tier and category of engine/ledger.py, at the fullest moment of the device.
 
     Model states are those of the runtime to the byte where the profile knows single parameters (those of GPTs). Of other models
     it knows layers alone: their norms and biases count as matrices where optimizer states are coded. Activations are estimates,
@@ -59,7 +59,7 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0, trained: float =
 
 @functools.lru_cache(maxsize=4096)
 def _states_of(profile: Profile, layout: Layout, stage: int) -> tuple[dict[Tier, dict[str, int]], int, int]:
-    """Return the bytes of `memory_of` without activations: what the runtime counts before it allocates (zero/shard_model.py).
+    """Return the bytes of `memory_of` without activations: what the runtime counts before it allocates (engine/shard_model.py).
 
     Also those of two moments of a GPU: what a reduction receives and adds up, and what a step of all tensors at once keeps beside
     them, one value for each element (Adam's denominator).

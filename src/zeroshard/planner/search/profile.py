@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...config import Tier
+from ...engine.auto_wrap import LARGE_FRACTION, ROOT
+from ...engine.flat_layout import ALIGNMENT, round_up
 from ...errors import ConfigError
-from ...tensor.flat_layout import ALIGNMENT, round_up
-from ...tensor.state_codecs import coded_column
+from ...formats.state_codecs import coded_column
 from ...utils.axes import EP, SP, TP, cuts_model
 from ...utils.state_format import StateFormat
-from ...zero.auto_wrap import LARGE_FRACTION, ROOT
 from ..models.gpt import NGRAM_LENGTHS, GPTConfig
 from ..plan import ACTIVATIONS, Plan
 from ..simulator.trace import AttentionWork, Resource
@@ -159,7 +159,7 @@ class Bucket:
         return [(members, which) for (which, _), members in found.items() if members]
 
     def shards(self, tp: int, dp: int, form: StateFormat | None = None) -> tuple[int, ...]:
-        """Return the elements of one rank's shard of each of `buffers`, which has dp times as many (tensor/flat_layout.py)."""
+        """Return the elements of one rank's shard of each of `buffers`, which has dp times as many (engine/flat_layout.py)."""
         found = []
         for sizes, coded in self.buffers(tp, form):
             block = coded_column("exp_avg", form).elements if coded and form is not None else 1
@@ -327,7 +327,7 @@ class Profile:
             )  # fmt: skip
 
         def bucket(numel: int) -> str:
-            return "" if numel >= LARGE_FRACTION * block.numel else ROOT  # as zero/auto_wrap.py decides
+            return "" if numel >= LARGE_FRACTION * block.numel else ROOT  # as engine/auto_wrap.py decides
 
         layers = [LayerProfile("embedding", cut=(vocab * h,), bucket=bucket(vocab * h), boundary=h, tp_reduces=1)]
         if shape.positions == "learned":

@@ -29,15 +29,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...comm import backend_select
-from ...comm.base import DirectComm
 from ...comm.launch import run_processes
+from ...engine.comm.base import DirectComm
+from ...engine.runtime import runtime_of
 from ...errors import ConfigError, SwapError
-from ...memory.host_memory import available_nbytes, keep_freed_memory
-from ...memory.io.swap_folder import SwapFolder
-from ...optim.cpu_kernels import visible_cores
+from ...tiers.cpu_kernels import visible_cores
+from ...tiers.host_memory import available_nbytes, keep_freed_memory
+from ...tiers.io.swap_folder import SwapFolder
 from ...utils import torch_compat
 from ...utils.torch_compat import TorchDispatchMode
-from ...zero.runtime import runtime_of
 from ..measure.probe import Rehearsal, step_rate
 from .disk_bandwidth import PHASES, REQUEST_NBYTES, Burst, DiskBursts, DiskSpeed, bandwidth
 from .hardware import Curve, Device, Hardware, Link

@@ -1,0 +1,350 @@
+"""Partitions a model into units, by its own structure or as the option `units` says.
+
+    auto     the non-leaf classes that repeat in a ModuleList, Sequential or ModuleDict (outermost first) are blocks;
+             large parameters outside the blocks (embedding, head) get units of their own; the rest is the root unit
+    model    one unit;   leaf   one unit per module that owns parameters;   classes or a function: those modules
+
+A tile (axes/tiled_parameter.py) is a unit of its own in every mode, since it exists to be gathered alone.
+A parameter that is tied across units goes to a unit that is entered through all of its owners. Sizes are in elements.
+
+`Policy` resolves `Config.dtypes`: the dtype in which each module computes, and where that changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..axes.distributed import distribution_of
+from ..axes.tiled_parameter import Tile, Tiled, class_and_name, whole_name
+from ..config import Config, Units
+from ..errors import ConfigError, ShardedAccessError, did_you_mean
+from ..utils import torch_compat
+from ..utils.dtypes import follows_precision, is_narrow
+from ..utils.module_names import matches, own_name
+from ..utils.torch_compat import original
+from .parameter import ParamSpec
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+ROOT = "(root)"  # the unit that stays gathered from the beginning of a pass to its end
+LARGE_FRACTION = 0.25  # a module outside the blocks gets its own unit from this fraction of the largest block's elements
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """Plan of a unit: its name, the modules whose forward enters it, and its parameters."""
+
+    name: str
+    modules: list[nn.Module]
+    specs: list[ParamSpec] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(spec.shape) for spec in self.specs)
+
+
+def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
+    """Return every parameter once, in the order of named_parameters, with all its owners.
+
+    Raise ShardedAccessError, by name, for a parameter that can not be sharded: sparse, lazy, or trained and integer or complex.
+    """
+    check_lazy(model)
+    specs: dict[int, ParamSpec] = {}
+    policy = Policy(model, config)
+    for prefix, module in model.named_modules():
+        for attribute, param in torch_compat.own_parameters(module).items():
+            if param is None:
+                continue
+            name = own_name(model, f"{prefix}.{attribute}" if prefix else attribute)
+            if param.layout is not torch.strided:
+                raise ShardedAccessError(f"{name}: expected a dense parameter, got layout {param.layout}.")
+            if param.is_complex() and param.requires_grad:
+                raise ShardedAccessError(
+                    f"{name}: expected a real parameter, got {param.dtype}. Keep its two parts, self.{attribute} = "
+                    f"nn.Parameter(torch.view_as_real(value)), and compute with torch.view_as_complex(self.{attribute}) in the forward: "
+                    "gradients and steps are the same."
+                )
+            if not param.is_floating_point() and param.requires_grad:
+                raise ShardedAccessError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
+            dtype, shape = policy.dtype(module, param, config), tuple(param.shape)
+            given = ParamSpec(name, param, [], dtype, shape, param.requires_grad, param.dtype, len(specs), distribution_of(param))
+            spec = specs.setdefault(id(param), given)
+            if spec.dtype != dtype:
+                raise ConfigError(
+                    f"dtypes: {spec.name} and {name} are one tied parameter, and would be {spec.dtype} and {dtype}. Give both "
+                    "of their modules the same dtype, by name or by class."
+                )
+            spec.owners.append((module, attribute))
+    return list(specs.values())
+
+
+def check_lazy(model: nn.Module) -> None:
+    """Raise ShardedAccessError, naming its module, for a lazy parameter or buffer: it gets its shape in the first forward."""
+    for prefix, module in model.named_modules():
+        for attribute, tensor in (*torch_compat.own_parameters(module).items(), *torch_compat.own_buffers(module).items()):
+            if isinstance(tensor, torch_compat.UninitializedTensorMixin):
+                where = f" of {prefix}" if prefix else ""
+                raise ShardedAccessError(
+                    f"{attribute}{where} ({type(module).__name__}) has no shape before the first forward. Run one before zs.shard(), and "
+                    "before the optimizer is built, with a batch of the shape that will come: `with torch.no_grad(): model(batch)`."
+                )
+
+
+class Policy:
+    """Dtypes in which modules and parameters compute, by id. Only modules and parameters that `Config.dtypes` determines.
+
+    A key matches a module by the name of its class or of a base, or as a pattern over the module's name. The dtype is that of the
+    first key that matches the module, or else its nearest ancestor. Norms with fp32 statistics are fp32 unless a key matches
+    them: torch has no kernels for other mixtures. A module that is never called has the dtype of its parent, which reads its
+    parameters. A key that matches no module names parameters.
+    """
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        """Resolve `Config.dtypes` for a model. Raise ConfigError for a key that matches no module and no parameter."""
+        self.modules: dict[int, torch.dtype] = {}
+        by_name: dict[str, torch.dtype | None] = {}
+        unmatched = set(config.dtypes)
+        for name, module in model.named_modules():
+            cls, whole = class_and_name(module, name)
+            bases = {base.__name__ for base in cls.__mro__}
+            keys = [key for key in config.dtypes if key in bases or matches(model, whole, key)] if _is_called(module) else []
+            unmatched.difference_update(keys)
+            around = by_name[name.rpartition(".")[0]] if name else None
+            lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
+            mean = torch_compat.own_buffers(module).get("running_mean") if isinstance(module, torch_compat.NormBase) else None
+            own = torch.float32 if lowered and mean is not None and mean.dtype == torch.float32 else around
+            by_name[name] = own = config.dtypes[keys[0]] if keys else own
+            if own is not None:
+                self.modules[id(module)] = own
+        keys = [key for key in config.dtypes if key in unmatched]  # the first one that matches a parameter's name counts
+        self.parameters: dict[int, torch.dtype] = {}
+        known = {type(module).__name__ for module in model.modules()}
+        for prefix, module in model.named_modules(remove_duplicate=False) if keys else ():
+            known.add(own_name(model, prefix))
+            for attribute, param in torch_compat.own_parameters(module).items():
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                name = whole_name(name) if isinstance(module, Tile) else name
+                known.add(own_name(model, name))
+                matching = (
+                    [key for key in keys if matches(model, name, key)] if param is not None and param.is_floating_point() else []
+                )
+                unmatched.difference_update(matching)
+                if matching:
+                    self.parameters.setdefault(id(param), config.dtypes[matching[0]])
+        for key in keys:
+            if key in unmatched:
+                raise ConfigError(
+                    f"dtypes: no module of {type(original(model)).__name__} has the class or (as a pattern) the name {key!r}, and no floating-point "
+                    f"parameter has the name.{did_you_mean(key, known)}"
+                )
+
+    def dtype(self, module: nn.Module, param: nn.Parameter, config: Config) -> torch.dtype:
+        """Return the dtype in which a parameter computes: from the key that names it, else its module's, else the precision.
+
+        Integers and fp64 keep their dtype; so do frozen parameters in fp8 or fp4, which a quantizer has made.
+        """
+        if id(param) in self.parameters:
+            return self.parameters[id(param)]
+        if not follows_precision(param.dtype) and not (is_narrow(param.dtype) and param.requires_grad):
+            return param.dtype
+        return self.modules.get(id(module)) or (param.dtype if config.precision == "fp32" else config.compute_dtype)
+
+
+def input_dtype(model: nn.Module, config: Config, parameters: set[torch.dtype]) -> torch.dtype | None:
+    """Return the dtype to which the model's floating-point inputs are cast; None: its forward gets them as the caller gave them.
+
+    The dtype is the model's own in `Config.dtypes`, else that of the precision; None also if all `parameters` are fp32 or fp64, so
+    that rounded inputs would serve no module.
+    """
+    own = Policy(model, config).modules.get(id(model))
+    if own is None and config.precision != "fp32" and not parameters <= {torch.float32, torch.float64}:
+        own = config.compute_dtype
+    return own if config.cast_inputs else None
+
+
+def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:
+    """Return (module, its dtype, the dtype around it) for each module with a forward at which they differ, outermost first.
+
+    Around the model itself there is no dtype: `input_dtype` says what becomes of its inputs, and its outputs stay as they are.
+    """
+    dtypes, found, seen = Policy(model, config).modules, [], set()
+
+    def visit(module: nn.Module, around: torch.dtype) -> None:
+        if id(module) in seen:  # a shared module is cast once, as where it is first met
+            return
+        seen.add(id(module))
+        inside = dtypes.get(id(module), config.compute_dtype)
+        if _has_forward(module) and inside != around:
+            found.append((module, inside, around))
+        for child in module.children():
+            # a ModuleList has no forward: its items are entered from around it
+            visit(child, inside if _has_forward(module) else around)
+
+    visit(model, dtypes.get(id(model), config.compute_dtype))
+    return found
+
+
+def device_of(specs: list[ParamSpec]) -> torch.device:
+    """Return the device of all parameters; for a meta-device model, the device on which zs.shard will allocate it."""
+    devices = {spec.original.device for spec in specs if not spec.original.is_meta}
+    if len(devices) > 1:
+        raise ConfigError(f"expected all parameters on one device, got {sorted(map(str, devices))}. Move the model first.")
+    if devices:
+        return devices.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
+    """Partition the parameters into units, in the order of the model; every spec is in exactly one unit."""
+    # another model lays such a parameter out in the same way (parallel/tied.py)
+    alone = [spec for spec in specs if getattr(spec.original, "unit_of_its_own", False)]
+    apart = [UnitPlan(spec.name, _unique(owner for owner, _ in spec.owners), [spec]) for spec in alone]
+    blocks = find_blocks(model, config.units)
+    blocks += [(own_name(model, name), module) for name, module in model.named_modules() if isinstance(module, Tile)]
+    plans = {id(module): UnitPlan(name, [module]) for name, module in blocks}
+    nearest: dict[int, int | None] = {}  # id of a module -> id of the innermost block around it
+
+    def visit(module: nn.Module, block: int | None) -> None:
+        block = id(module) if id(module) in plans else block
+        if block is not None and nearest.setdefault(id(module), block) != block:
+            nearest[id(module)] = None  # a module shared by two blocks belongs to neither
+        for child in module.children():
+            visit(child, block)
+
+    visit(model, None)
+    rest: list[ParamSpec] = []
+    for spec in specs:
+        if spec not in alone:
+            homes = {nearest.get(id(owner)) for owner, _ in spec.owners}
+            home = homes.pop() if len(homes) == 1 else None
+            (rest if home is None else plans[home].specs).append(spec)
+    units = [plan for plan in plans.values() if plan.specs]
+    if config.max_unit_numel is not None:
+        units = [part for unit in units for part in _split(unit, config.max_unit_numel)]
+    tiles = [unit for unit in units if isinstance(unit.modules[0], Tile)]
+    units = _merge([unit for unit in units if unit not in tiles], config.min_unit_numel) + tiles
+    units = _rest_units(model, config, units, rest) + units + apart
+    return sorted(units, key=lambda unit: min(spec.number for spec in unit.specs))
+
+
+def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of every module that `units` selects, never the root module. option: name of it, for errors."""
+    named = [(own_name(model, n), module) for n, module in model.named_modules() if module is not model and _is_called(module)]
+    if units == "model":
+        return []
+    if units == "leaf":
+        return [(n, m) for n, m in named if any(p is not None for p in torch_compat.own_parameters(m).values())]
+    if units == "auto":
+        return _repeated(model, leaves=False) or _repeated(model, leaves=True)
+    if callable(units):
+        found = [(name, module) for name, module in named if units(name, module)]
+    else:
+        known = {type(module).__name__ for _, module in named}
+        for item in units:
+            name = item if isinstance(item, str) else item.__name__
+            if name not in known:
+                raise ConfigError(
+                    f"{option}: the model has no module of class {name!r}.{did_you_mean(name, known)} It has: {sorted(known)}."
+                )
+        classes = tuple(item for item in units if not isinstance(item, str))
+        found = [(name, module) for name, module in named if type(module).__name__ in units or isinstance(module, classes)]
+    # modules that torch.compile wraps give way to their wrappers, so that gather and release stay outside of compiled code
+    wrappers = {id(original(module)): (name, module) for name, module in named if original(module) is not module}
+    return list(dict.fromkeys(wrappers.get(id(module), (name, module)) for name, module in found))
+
+
+def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
+    """Return the outermost children of containers that have a forward and whose class occurs more than once in the container."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        children = [(name, child) for name, child in module.named_children() if not isinstance(child, Tiled)]
+        counts = Counter(type(original(child)) for _, child in children) if isinstance(module, _CONTAINERS) else Counter()
+        for name, child in children:
+            path = f"{prefix}.{name}" if prefix else name
+            is_leaf = next(original(child).children(), None) is None
+            has_params = next(child.parameters(), None) is not None
+            if counts[type(original(child))] > 1 and _has_forward(child) and has_params and (leaves or not is_leaf):
+                if not any(child is module for _, module in found):
+                    found.append((own_name(model, path), child))
+            else:
+                visit(path, child)
+
+    visit("", model)
+    return found
+
+
+def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: list[ParamSpec]) -> list[UnitPlan]:
+    """Return the units of parameters outside the blocks: one for each large owner, and the root unit for the others."""
+    large_numel = math.inf
+    if config.units == "auto" and units:
+        large_numel = LARGE_FRACTION * max(unit.numel for unit in units)
+    if config.max_unit_numel is not None:
+        large_numel = min(large_numel, config.max_unit_numel)
+    by_owner: dict[frozenset, UnitPlan] = {}
+    root = UnitPlan(ROOT, [model])
+    for spec in rest:
+        owners = [owner for owner, _ in spec.owners]
+        own_numel = sum(p.numel() for p in torch_compat.own_parameters(owners[0]).values() if p is not None)
+        tiles = all(isinstance(owner, Tile) for owner in owners)
+        alone = model not in owners and all(_is_leaf(owner) for owner in owners)
+        if tiles or (own_numel >= large_numel and alone):
+            key = frozenset(map(id, owners))
+            plan = by_owner.setdefault(key, UnitPlan(spec.name.rpartition(".")[0], _unique(owners)))
+            plan.specs.append(spec)
+        else:
+            root.specs.append(spec)
+            # called directly, without the root's forward, these modules still find their parameters
+            root.modules = _unique([*root.modules, *owners])
+    return [*by_owner.values(), *([root] if root.specs else [])]
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Return whether a module has no children and is called."""
+    return next(module.children(), None) is None and _is_called(module)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(original(module)).forward is not nn.Module.forward
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Return False for the leaf inside nn.MultiheadAttention, whose parent reads its parameters without calling it."""
+    return type(module).__name__ != "NonDynamicallyQuantizableLinear"
+
+
+def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return list({id(module): module for module in modules}.values())
+
+
+def _split(unit: UnitPlan, max_numel: int) -> list[UnitPlan]:
+    """Split a unit at its leaf modules, if it has more than `max_numel` elements; one leaf module may still have more."""
+    if unit.numel <= max_numel:
+        return [unit]
+    remainder = UnitPlan(unit.name, unit.modules)
+    parts: dict[int, UnitPlan] = {}
+    for spec in unit.specs:
+        owners = _unique(owner for owner, _ in spec.owners)
+        if len(owners) == 1 and _is_leaf(owners[0]):
+            part = parts.setdefault(id(owners[0]), UnitPlan(spec.name.rpartition(".")[0], owners))
+            part.specs.append(spec)
+        else:
+            remainder.specs.append(spec)
+    return [*([remainder] if remainder.specs else []), *parts.values()]
+
+
+def _merge(units: list[UnitPlan], min_numel: int) -> list[UnitPlan]:
+    """Merge neighbouring units until each has at least `min_numel` elements; the last one may have fewer."""
+    merged: list[UnitPlan] = []
+    for unit in units:
+        if merged and merged[-1].numel < min_numel:
+            last = merged[-1]
+            merged[-1] = UnitPlan(f"{last.name}+{unit.name}", last.modules + unit.modules, last.specs + unit.specs)
+        else:
+            merged.append(unit)
+    return merged

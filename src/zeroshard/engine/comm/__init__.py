@@ -1,0 +1,1 @@
+"""Communication: the interface of a communicator, torch.distributed behind it, streams, staging buffers, failures."""

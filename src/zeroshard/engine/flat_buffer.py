@@ -1,0 +1,180 @@
+"""Flat buffers of parameters: each has a layout, a placement and a tier; a gather changes its placement, a release undoes that.
+
+A buffer in placement SHARDED keeps one shard per rank; `full` has memory only between gather and release:
+its storage is resized to nothing and back, so views that autograd saved stay valid. Where all ranks map one memory
+(`Region.common`), `full` is always valid and a gather moves nothing. Gradients have a flat buffer of the same layout (engine/reduction.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from ..config import Config, Tier
+from ..tiers.estimate import rests_away
+from ..tiers.storage import Tiers
+from ..utils.work import Work
+from .comm.base import Collective, Comm, Region
+from .comm.pool import StagingPool
+from .flat_layout import FlatLayout
+from .ledger import GATHERED, PARAMETERS, claimed
+from .release import take_again
+
+
+def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
+    """Return one view per slot, in its parameter's shape, with a version counter of its own: not that of `flat`."""
+    data = flat.data
+    return [data[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]
+
+
+class ParameterBuffer:
+    """Flat buffer of the values of one group.
+
+    full: (numel,); the model computes with views of it. rest: (shard_numel,), the resting place of this rank's shard.
+    region: the memory that peers read; None if the shard rests off the device. Then `fetch` copies it to a staging buffer, which
+    `gather` sends.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, dtype: torch.dtype, config: Config, comm: Comm, tiers: Tiers,
+        number: int, label: str, sharded: bool, staging: StagingPool | None = None,
+    ) -> None:  # fmt: skip
+        """number: identifies this buffer, the same on every rank. sharded: placement SHARDED if True, else REPLICATED.
+
+        staging: the buffers through which a shard passes that rests off the device.
+        """
+        self.layout, self.comm, self.ledger, self.tiers, self.label = layout, comm, tiers.ledger, tiers, label
+        self.number, self.dtype, self.sharded = number, dtype, sharded
+        self._full_nbytes = layout.numel * dtype.itemsize
+        offload = config.offload_param
+        self.tier = offload.tier if self.sharded else Tier.DEVICE
+        away = rests_away(self.tier, tiers.separate)
+        mapped = self.sharded and config.map_shared and not away and comm.copies
+        common = comm.allocate_common(layout.numel, dtype) if mapped else None
+        self.mapped = common is not None
+        self.region: Region | None = None
+        if common is not None:
+            self.region, self.full = common, common.tensor
+        elif self.sharded:
+            self.region = None if away else comm.allocate(layout.shard_numel, dtype, whole=False)
+            self.full = claimed(torch.empty(layout.numel, dtype=dtype, device=comm.device))  # in the ledger while gathered
+            self.full.untyped_storage().resize_(0)  # released until the first gather; the tensor object stays
+        else:
+            self.region = comm.allocate(layout.numel, dtype, whole=True)
+            self.full = self.region.tensor
+        self.nbytes = layout.shard_numel * dtype.itemsize if self.sharded else self._full_nbytes
+        if self.region is None:
+            self.rest = tiers.rest(PARAMETERS, offload, layout.shard_numel, dtype)
+        else:
+            self.region.number = number  # all ranks give the same region the same number
+            shard = self.region.shards[comm.rank]
+            assert shard is not None
+            self.rest = tiers.over(shard)
+            tiers.enter(PARAMETERS, self.nbytes, self.tier)
+        self.staged = self.region is None  # the shard must be fetched to a staging buffer before it can be gathered
+        self.views = self.new_views()
+        if not self.mapped:
+            comm.reserve(number, layout.shard_numel, dtype)
+        self._present, self._pool = False, staging
+        self._staged: tuple[int, Region, Work] | None = None  # staging buffer (number, region) and the copy of the shard to it
+        self._upload: Work | None = None  # the newest copy from the shard at rest on the host to the device
+
+    def new_views(self) -> list[Tensor]:
+        """Return one view of `full` for each slot, in its parameter's shape."""
+        full, storage, slots = self.full, self.full.untyped_storage(), self.layout.slots
+        if not self.sharded and storage.device.type != "meta":  # not for imagined ranks and fake tensors
+            # Each view has a storage of its own over the same memory: tools that go by storages (safetensors' `save_model`,
+            # torch.save) then see parameters as they are without sharding.
+            first, size = full.storage_offset(), full.itemsize
+            memories = (storage[(first + slot.offset) * size : (first + slot.stop) * size] for slot in slots)
+            fresh = (torch.empty(0, dtype=full.dtype, device=full.device) for _ in slots)
+            views = zip(fresh, memories, slots, strict=True)
+            return [view.set_(memory, 0, slot.shape) for view, memory, slot in views]  # type: ignore[call-overload]  # torch takes a slice
+        if not self.sharded or self.mapped:
+            return slot_views(full, self.layout)  # in memory that is never released
+        storage.resize_(self._full_nbytes)  # torch makes no views beyond a storage's end
+        released = slot_views(full, self.layout)
+        storage.resize_(0)
+        return released
+
+    def fetch(self, wait: bool = False) -> bool:
+        """Start to copy the shard to a staging buffer. Return False (only if not `wait`) where no buffer is free."""
+        if self._staged is not None or not self.staged:
+            return True
+        assert self._pool is not None, "shards that rest elsewhere pass through a pool"
+        take = self._pool.take if wait else self._pool.try_take
+        taken = take(self.layout.shard_numel, self.dtype, whole=False)
+        if taken is None:  # no staging buffer is free
+            return False
+        pending = self.tiers.fetch(self.rest, taken[1].tensor, wait)
+        if pending is None:
+            self._pool.give(taken[0], None)  # no host buffer is free for the way from disk
+            return False
+        self._staged = (*taken, pending)
+        return True
+
+    @property
+    def fetched(self) -> bool:
+        """True if the shard is on the device, at rest or in a staging buffer."""
+        return not self.staged or (self._staged is not None and self._staged[2].done())
+
+    def forget(self) -> None:
+        """Drop a shard that was fetched and not gathered, since the shard at rest is about to change."""
+        if self._staged is not None:
+            assert self._pool is not None
+            number, _, pending = self._staged
+            pending.wait()
+            self._pool.give(number, None)
+            self._staged = None
+        self.settle()
+
+    def outdate(self) -> None:
+        """Invalidate copies that the communicator keeps of the shard, once none reads it: the shard is about to be written."""
+        self.settle()
+        self.comm.outdate(self.number)
+
+    def settle(self) -> None:
+        """Wait, on the host, until no copy to the device reads the shard in host memory: so far only a stream may have waited."""
+        if self._upload is not None:
+            self._upload.wait()
+            self._upload = None
+
+    def gather(self) -> Collective:
+        """Start to fill `full` from the shards of all ranks (collective): ZeRO-3's all-gather; in stages 1, 2 after a step."""
+        if self.sharded and not self.mapped and not self._present:
+            take_again(self.full, self._full_nbytes)
+            self.ledger.enter(GATHERED, self._full_nbytes)
+            self._present = True
+        if self.region is not None:
+            work = self.comm.gather(self.full, self.region, self.label)
+        else:
+            self.fetch(wait=True)
+            assert self._staged is not None
+            assert self._pool is not None
+            number, region, pending = self._staged
+            self._staged = None
+            pending.join()  # the stream of the gather waits, the host does not
+            if self.tier is Tier.HOST:
+                self._upload = pending  # it still reads the shard at rest: `settle` waits for it before a write
+            work = self.comm.gather(self.full, region, self.label, tag=self.number)
+            self._pool.give(number, work)  # free again when all ranks have read it
+        self.ledger.sent("gather", work.sent, self.label)
+        return work
+
+    def release(self) -> None:
+        """Give up the gathered memory; the inverse of `gather`."""
+        if self._present:
+            self.full.untyped_storage().resize_(0)
+            self.ledger.strike(GATHERED, self._full_nbytes)
+            self._present = False
+
+    def part(self) -> None:
+        """Let tensors that refer to the gathered memory keep it, with its ledger entry; later gathers allocate other memory."""
+        if self._present:
+            weakref.finalize(self.full.untyped_storage(), self.ledger.strike, GATHERED, self._full_nbytes).atexit = False
+        self._present = False
+        self.full = claimed(torch.empty_like(self.full))
+        self.full.untyped_storage().resize_(0)
+        self.views = self.new_views()

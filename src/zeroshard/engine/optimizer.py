@@ -1,0 +1,605 @@
+"""The sharded optimizer: the user's optimizer object, which steps flat shards instead of parameters.
+
+`zs.shard` changes the object's class, so that schedulers which refer to it keep working; its own class becomes an *inner*
+optimizer over runs (engine/runs.py). One step has three phases:
+
+    agree     local square sums -> global norm; non-finite anywhere: every rank skips
+    update    scale (clip, loss scale), masters <- inner optimizer, parameters <- masters
+    publish   replicated parameters are gathered again; sharded ones are gathered when they are next used
+
+Options are read from the outer param_groups before every step. Norms add shards in a fixed order: stages agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..config import Placement, Tier
+from ..errors import ConfigError, NonFiniteError, ShardedAccessError, ZeroshardError
+from ..guard.out_of_memory import telling
+from ..guard.validation import check_members
+from ..optim.lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
+from ..optim.whole_matrix import WholeStepper, whole_parameters
+from ..state.state_storage import WholeState
+from ..state.state_view import ParameterState, StateByParameter, load_state, state_by_param
+from ..tiers.cpu_kernels import matches
+from ..tiers.host_step import DelayedStep, HostStepper
+from ..tiers.slab_step import Job, SlabStepper
+from ..utils.torch_compat import OWN_UNSCALING
+from .comm.messages import exchange_values
+from .gradient_account import Clipped
+from .inner_optimizer import Options, fresh, inner_copy, step_together
+from .ledger import OPTIMIZER, claimed
+from .parameter import ParamHome
+from .runs import Run, RunMaker, state_tensors
+from .runtime import Runtime
+from .unit import ParamGroup
+from .verbs import begin
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The outcome of one call of `optimizer.step()`.
+
+    Attributes:
+        grad_norm: global norm of the mean gradient before clipping, without the loss scale.
+        clip_coefficient: the factor by which gradients were clipped; 1.0 where they were not.
+        skipped: True if no parameter was stepped, because gradients were not finite or no parameter had one.
+        nonfinite: "name (rank r)" of each parameter whose gradient was not finite.
+        loss_scale: the loss scale of fp16 before the step.
+    """
+
+    grad_norm: float
+    clip_coefficient: float
+    skipped: bool
+    nonfinite: tuple[str, ...] = ()
+    loss_scale: float = 1.0
+
+    @property
+    def clipped_norm(self) -> float:
+        """Global norm after clipping."""
+        return self.grad_norm * self.clip_coefficient
+
+
+class OptimizerCore:
+    """The implementation of a sharded optimizer, found as `optimizer.core`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+        self.outer, self.runtime, self.comm, self.world = optimizer, runtime, runtime.comm, runtime.topology.world
+        self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
+        self.inner = inner_copy(optimizer)
+        self.maker = RunMaker(self.inner.state, runtime.tiers, whole_parameters(optimizer))
+        self.whole = WholeStepper(inner_copy(optimizer), runtime.tiers, self.replicated)
+        self.host: HostStepper | None = None
+        if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
+            given = runtime.config.offload_optimizer.fused  # whether the host steps with fused kernels; None: where it is best
+            fused = (runtime.tiers.separate or matches(optimizer)) if given is None else given
+            self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, fused)
+        self.device = SlabStepper(inner_copy(optimizer), runtime.tiers, matches(optimizer))
+        self.delayed: DelayedStep | None = None
+        if self.host is not None and runtime.config.delayed_update is not None:
+            self.delayed = DelayedStep(self.host)
+        runtime.gate.delayed, runtime.gate.stepper = self.delayed, self.host
+        self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
+        self.parted = False  # True after a write to one parameter's state has split its run (state_view.py)
+        self.members = [list(group["params"]) for group in optimizer.param_groups]
+        self.group_of = {id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
+        for group in runtime.groups:
+            if not group.trainable:
+                continue
+            for number, run in self.maker.runs(group, [self.group_of.get(id(param)) for param in group.params]):
+                self.runs[number].append(run)
+        self.last_step: StepRecord | None = None
+        self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
+        self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
+        self.tally = Tally(runtime.config.hold_schedulers)
+        self.agree: Callable[[], None] | None = None  # called before the first step of an optimizer that zs.shard has not checked
+        self._skipped_in_a_row = 0
+        self._state_nbytes = 0
+
+    def _number(self, run: Run) -> int:
+        """Return the number of the optimizer's group that has a run's parameters."""
+        return self.group_of[id(run.group.params[run.indices[0]])]
+
+    @property
+    def all_runs(self) -> list[Run]:
+        """The runs of all of the optimizer's groups."""
+        return [run for runs in self.runs for run in runs]
+
+    @property
+    def stepped_groups(self) -> list[ParamGroup]:
+        """The groups of which some rank has a gradient for this step: the same on every rank."""
+        return [g for g in self.runtime.groups if g.grads is not None and g.grads.reduced and any(g.active)]
+
+    # -- agree -----------------------------------------------------------------------------------------------
+
+    def global_norm(self) -> tuple[float, float]:
+        """Return the norm of the mean gradient over all ranks, and the divisor that turns gradients into that mean (collective).
+
+        The norm is non-finite if any element is. The divisor is the loss scale times the mean weight (zs.backward).
+        """
+        account = self.runtime.account
+        scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # that this rank's reduced gradients carry
+        counted = [[group for group in core.stepped_groups if group.counts] for core in self.allied]
+        total = sum(self.runtime.reductions.square_sum(groups) for groups in counted) / scale**2
+        watches, topology = [core.runtime.values for core in self.allied], self.runtime.topology
+        fingerprints = [watch.fingerprint() for watch in watches]  # they show ranks that wrote different values
+        # of several places the weights are compared, too: ranks along model axes see the same batches
+        weights = (account.weight, account.unweighted) if len(topology.places) > 1 else ()
+        form = struct.Struct(f"<{'d?' if weights else ''}{len(watches)}Q")
+        again = "" if account.clipped is None else " anew (it was not finite, or gradients were written since)"
+        (total, weight, weighted, plain), told = self.world.compare(
+            form.pack(*weights, *fingerprints), f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}",
+            (total, account.weight, bool(account.weight), account.unweighted),
+        )  # fmt: skip
+        rows = [(*weights, *fingerprints)] * self.world.world_size if told is None else [form.unpack(part) for part in told]
+        for number, watch in enumerate(watches, len(weights)):
+            watch.agree([rows[rank][number] for rank in topology.place])
+        if weights:
+            places = [[rows[rank] for rank in ranks] for ranks in topology.places]
+            weight = max(sum(row[0] for row in place) for place in places)
+        mixed = (
+            weighted and plain
+            if not weights
+            else any(any(w for w, *_ in each) and any(p for _, p, *_ in each) for each in places)
+        )
+        if mixed:
+            raise ZeroshardError(
+                "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
+                "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
+            )
+        mean = weight / self.comm.world_size if weight else 1.0  # reductions compute the unweighted mean over ranks
+        return (math.sqrt(total) if total >= 0 else math.nan) / mean, scale * mean
+
+    def clip(self, max_norm: float | None) -> float:
+        """Undo loss scale and weights, and scale all gradients so that their global norm is at most `max_norm` (collective).
+
+        Return the norm before clipping, which the next step uses again. If it is not finite, gradients stay as they are, and the
+        step computes the norm again, on all ranks: the program may have repaired the gradients by then.
+        """
+        self.runtime.flush()
+        self.runtime.attendance.tell("clip", max_norm)
+        return self._clip(max_norm)
+
+    def _clip(self, max_norm: float | None, stepping: bool = False) -> float:
+        found = self._known()
+        if found is None:
+            for core in self.allied:
+                core.runtime.flush()
+            norm, divisor = self.global_norm()
+        elif found.of_ally and found.max_norm == max_norm:  # the clip of another stage's core has scaled these gradients too
+            self.runtime.account.clipped = replace(found, of_ally=False)
+            return found.norm
+        else:
+            norm, divisor = found.norm * found.coefficient, 1.0  # an earlier clip for this step has scaled the gradients
+        coefficient = 1.0
+        if self._usable(norm) and max_norm is not None:
+            coefficient = min(max_norm / (norm + 1e-6), 1.0)  # min() in this order keeps a NaN, as torch does
+        for core in self.allied:
+            account, factor = core.runtime.account, coefficient / divisor
+            if core._usable(norm):
+                with torch.no_grad():
+                    for group in core.stepped_groups if factor != 1.0 else ():
+                        group.gradients.scale(factor, stepping and core is self)
+                account.undone(unscaled=core.runtime.progress.scaler is not None)
+            account.clipped = Clipped(norm, coefficient, max_norm, core._writes(), of_ally=core is not self)
+        return norm
+
+    def _known(self) -> Clipped | None:
+        """Return the last clip, if its norm is usable and gradients have not been written since; else None."""
+        found = self.runtime.account.clipped
+        return found if found is not None and self._usable(found.norm) and found.writes == self._writes() else None
+
+    def _usable(self, norm: float) -> bool:
+        """Return True if a step is taken with gradients of this norm."""
+        return math.isfinite(norm) or not (self.runtime.config.skip_nonfinite or self.runtime.progress.scaler is not None)
+
+    def _writes(self) -> list[int]:
+        return [group.grads.writes for group in self.runtime.groups if group.grads is not None]
+
+    # -- step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepRecord:
+        """Take one step (collective). If no rank has a gradient, step nothing and return a record with skipped=True."""
+        runtime = self.runtime
+        begin(runtime, "optimizer.step")
+        for unit in runtime.units:
+            unit.check_unchanged()
+            if unit.pinned:
+                raise ZeroshardError(
+                    f"optimizer.step() was called inside zs.gathered, with {unit.name} gathered: call it after that `with` block."
+                )
+        check_members(self.outer, self.members, runtime.groups)
+        runtime.flush()
+        runtime.attendance.tell("step", plain_options(self.outer))
+        self.last_step = self._agree_and_step()
+        self.comm.progress.step_over(runtime.attendance.steps)
+        return self.last_step
+
+    def _agree_and_step(self) -> StepRecord:
+        runtime, account = self.runtime, self.runtime.account
+        if self.agree is not None:
+            self.agree()
+            self.agree = None
+        if not self.stepped_groups and self.world is self.comm:
+            self.comm.exchange(b"", "optimizer step without gradients")  # raises where other ranks do have gradients
+            runtime.attendance.steps += 1
+            return self.tally.note(StepRecord(0.0, 1.0, skipped=True))
+        scale = runtime.progress.loss_scale
+        found = account.clipped
+        if self._known() is None and not (found is not None and found.refused):
+            undone = found is not None and not self._usable(found.norm)  # clip again: the first clip met inf or nan
+            self._clip(found.max_norm if found is not None and undone else runtime.config.max_grad_norm, stepping=True)
+        runtime.attendance.steps += 1
+        assert account.clipped is not None
+        norm, coefficient = account.clipped.norm, account.clipped.coefficient
+        account.clipped = None
+        if not self._usable(norm):
+            return self._skip(norm, scale)
+        self.publish(self._update())
+        self._skipped_in_a_row = 0
+        runtime.progress.note_step(skipped=False)
+        for follow in self.after_step:
+            follow()
+        return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
+
+    def _skip(self, norm: float, scale: float) -> StepRecord:
+        """Record a skipped step on every rank and allied core, with the parameters at fault; raise after too many in a row."""
+        names = tuple(dict.fromkeys(name for core in self.allied for name in core._nonfinite_names()))
+        for core in self.allied:
+            if core is not self:
+                core.runtime.account.clipped = Clipped(norm, 1.0, None, core._writes(), of_ally=True, refused=True)
+        self.last_step = self.tally.note(StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale))
+        self._skipped_in_a_row += 1
+        self.runtime.progress.note_step(skipped=True)
+        limit = self.runtime.config.max_skipped_steps
+        if self._skipped_in_a_row >= limit:
+            hint = (
+                " With fp16 this happens to models trained in bf16: use precision='bf16'."
+                if self.runtime.progress.scaler is not None
+                else " Check the data and the learning rate."
+            )
+            raise NonFiniteError(f"{limit} steps in a row had non-finite gradients (last: {', '.join(names[:5])}).{hint}")
+        return self.last_step
+
+    def _nonfinite_names(self) -> tuple[str, ...]:
+        """Return "name (rank r)" for non-finite gradients: r has sent the value; "shard of rank r" if no sender is known."""
+        groups = self.stepped_groups
+        senders = [sorted(group.gradients.culprits) for group in groups]
+        mine = [
+            (number, spec.name)
+            for number, group in enumerate(groups)
+            for index, spec in enumerate(group.specs)
+            if not torch.isfinite(group.homes[index].fetch(gradient=True)).all()
+        ]
+        everyone = exchange_values(self.comm, (mine, senders), "optimizer step: names of non-finite gradients")
+        found: dict[str, None] = {}
+        for rank, (names, own) in enumerate(everyone):
+            for number, name in names:  # in two hops, the rank that sums a sender's part may not own the shard
+                ranks = own[number] or sorted({sender for _, theirs in everyone for sender in theirs[number]})
+                found[f"{name} (rank {', '.join(map(str, ranks))})" if ranks else f"{name} (shard of rank {rank})"] = None
+        if self.world is not self.comm:
+            everywhere = exchange_values(self.world, list(found), "optimizer step: names of non-finite gradients of all places")
+            found = dict.fromkeys(name for names in everywhere for name in names)
+        return tuple(found)
+
+    @torch.no_grad()
+    def _update(self) -> list[ParamGroup]:
+        """Step this rank's shards; return the groups whose parameters were written, the same on every rank."""
+        self.comm.fence_write(synchronised=True)  # the norm's exchange was the barrier
+        self.runtime.gate.outdate()
+        groups = self.stepped_groups
+        stepped = set(map(id, groups))
+        self.runtime.gate.refresh(groups)
+        published = self._publish_delayed() if self.delayed is not None else []
+        self._rearrange(stepped)
+        self._copy_options(self.outer, self.inner)
+        runs = [run for run in self.all_runs if id(run.group) in stepped and run.active]
+        runs, whole = [run for run in runs if not run.whole], [run for run in runs if run.whole]
+        options, attributes = list[Options](), Options()
+        slabs = [run for run in runs if run.tensor is None and not run.offloaded]
+        if self.host is not None or slabs or whole:
+            # The host restores them before each chunk, so that a class which counts its steps there counts one step, not one per
+            # chunk. They are copies since schedulers write into a tensor of a learning rate while a delayed update runs.
+            own = vars(self.inner).items()
+            options = [fresh({k: v for k, v in group.items() if k != "params"}) for group in self.inner.param_groups]
+            attributes = fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
+        self._step_in_place(runs)
+        if slabs:
+            self.device.step(self._jobs(slabs, options, attributes))
+        if self.host is not None:
+            self._step_on_host([run for run in runs if run.offloaded], options, attributes)
+        for run, changed in self.whole.step([(run, options[self._number(run)]) for run in whole]) if whole else ():
+            self.inner.param_groups[self._number(run)].update(changed)
+        self._copy_options(self.inner, self.outer)  # some classes count their steps in options or attributes
+        for group in groups:
+            if group.masters.split and not self.replicated:
+                group.values.forget()  # a fetched copy has the old values
+            elif group.masters.rest is not None and group.offload.tier is Tier.DEVICE:
+                self._put_values(group, group.masters.rest.load(0, group.masters.rest.numel))
+            if group.gradients.replicated:
+                group.gradients.apply_factor()  # since p.grad is a view of it
+        self.states_changed()
+        # groups whose gradients a delayed update has taken over are no longer in `stepped_groups`: the next step publishes them
+        return list(dict.fromkeys([*published, *self.stepped_groups]))
+
+    def _step_in_place(self, runs: list[Run]) -> None:
+        """Step the runs that have a tensor, all at once."""
+        stepped = [(run, run.tensor) for run in runs if run.tensor is not None]
+        for run, leaf in stepped:
+            leaf.grad = run.group.gradients.in_step(run.start, run.stop, leaf.dtype)
+        leaves = [[run.tensor for run in runs if run.tensor is not None and not run.whole] for runs in self.runs]
+        slabs = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
+        step_together(self.inner, leaves, slabs, self.comm.device, self.comm.imagined and self.runtime.tiers.separate)
+        for _, leaf in stepped:
+            leaf.grad = None
+
+    def _put_values(self, group: ParamGroup, stepped: Tensor) -> None:
+        """Write the rounded masters into the parameters."""
+        if self.replicated:
+            group.values.full.copy_(stepped)
+        else:
+            group.values.forget()
+            rest = group.values.rest
+            rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # round first, then move fewer bytes
+
+    def _jobs(self, runs: list[Run], options: list[Options], attributes: Options, publish: bool = False) -> list[Job]:
+        """Return the jobs of stepping runs slab by slab. options: by the optimizer's groups."""
+        number, jobs = self.runtime.progress.steps, []
+        for run in runs:
+            grads = run.group.gradients
+            jobs.append(Job(run, options[self._number(run)], attributes, grads.resting(), grads.factor, publish, number))
+        return jobs
+
+    def _step_on_host(self, runs: list[Run], options: list[Options], attributes: Options) -> None:
+        """Step the offloaded runs, in the order of the model, at once or as a delayed update. options: by the optimizer's groups."""
+        assert self.host is not None
+        jobs, warm_up = self._jobs(runs, options, attributes, publish=True), self.runtime.config.delayed_update
+        if warm_up is None or self.runtime.progress.steps < warm_up:
+            self.host.step(jobs)
+            return
+        assert self.delayed is not None
+        rests = {group: group.gradients.hand_over() for group in dict.fromkeys(run.group for run in runs)}
+        for job in jobs:
+            job.run.group.active = [False] * len(job.run.group.specs)
+            job.gradient, job.publish = rests[job.run.group], False
+        self.delayed.start(jobs)
+
+    def _publish_delayed(self) -> list[ParamGroup]:
+        """Write the masters of the delayed update into the parameters; return the groups that it has stepped."""
+        assert self.delayed is not None
+        groups = list(dict.fromkeys(job.run.group for job in self.delayed.take()))
+        self.runtime.gate.refresh(groups)  # keeps the user's writes since the update began
+        for group in groups:
+            self._put_values(group, group.masters.stepped.host(0, group.masters.stepped.numel))
+        return groups
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Finish a delayed update, so that parameters, masters and states are of one step (collective if one was pending)."""
+        self.runtime.gate.wait()
+        if self.delayed is not None and self.delayed.unpublished:
+            self.comm.fence_write()
+            self.runtime.gate.outdate()
+            self.publish(self._publish_delayed())
+
+    def _rearrange(self, stepped: set[int]) -> None:
+        """Join the runs that writes to states have split, if their states are of equal kind again.
+
+        Then split each run that has a parameter without a gradient on any rank, so that this parameter keeps its state.
+        """
+        if self.parted:
+            self.runs, self.parted = self.maker.joined(self.runs, self.runtime.groups), False
+        for number, runs in enumerate(self.runs):
+            result: list[Run] = []
+            for run in runs:
+                active = [run.group.active[i] for i in run.indices] if id(run.group) in stepped else [False]
+                result += self.maker.split(run) if len(set(active)) > 1 else [run]
+            self.runs[number] = result
+
+    @staticmethod
+    def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+        """Copy the groups' options, and the attributes that the optimizer's class keeps on the object (a step count, say)."""
+        for name, value in vars(source).items():
+            if name not in _NOT_COPIED and not name.endswith("_hooks"):
+                vars(target)[name] = value
+        for given, kept in zip(source.param_groups, target.param_groups, strict=True):
+            for key, value in given.items():
+                if key != "params":
+                    kept[key] = value
+
+    def publish(self, written: list[ParamGroup]) -> None:
+        """Mark parameters as written for autograd, and gather the replicated ones of a sharded optimizer (collective)."""
+        for group in written:
+            group.mark_written()
+        if not self.replicated:
+            works = [g.values.gather() for g in written if not g.values.sharded]
+            for work in works:
+                work.wait()
+            if works:
+                self.comm.exchange(b"", "parameters gathered")  # no rank may write shards that a peer still copies
+        self.comm.fence_read()
+
+    def states_changed(self) -> None:
+        """Enter the inner optimizer's states in the ledger; `Tiers.rest` enters columns of shards when it makes them."""
+        held = state_tensors(self.inner.state)
+        nbytes = sum(tensor.nbytes for tensor in held)
+        if nbytes != self._state_nbytes:
+            for tensor in held:
+                claimed(tensor)
+            self.runtime.tiers.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
+            self._state_nbytes = nbytes
+
+    def close(self) -> None:
+        """Drop all states."""
+        self.runtime.gate.wait()
+        if self.host is not None:
+            self.host.close()
+        self.whole.close()
+        self.runtime.tiers.ledger.strike(OPTIMIZER, self._state_nbytes)
+        self._state_nbytes = 0
+        self.inner.state.clear()
+        self.runs = []
+
+
+def homes_of(groups: list[Options]) -> list[ParamHome]:
+    """Return the homes of the parameters of sharded models in an optimizer's groups."""
+    homes = [getattr(param, "_home", None) for group in groups for param in group["params"]]
+    return [home for home in homes if isinstance(home, ParamHome) and home.group.runtime.built]
+
+
+def runtimes_of(groups: list[Options]) -> list[Runtime]:
+    """Return the runtimes of the sharded models whose parameters are in an optimizer's groups."""
+    return list({id(home.group.runtime): home.group.runtime for home in homes_of(groups)}.values())
+
+
+class OfShardedModel(torch.optim.Optimizer):
+    """Last base class of an optimizer of sharded parameters: a `zero_grad` of the user's class reaches this one by super()."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; with set_to_none=False, set existing ones to zero, and a step then uses the zeros."""
+        for runtime in self._runtimes():
+            runtime.zero_grad(set_to_none)
+        if not isinstance(self, ShardedOptimizer):  # it may hold other parameters, too
+            super().zero_grad(set_to_none)
+
+    def _runtimes(self) -> list[Runtime]:
+        return [self.core.runtime] if isinstance(self, ShardedOptimizer) else runtimes_of(self.param_groups)
+
+    def _leaves_scale_to_scaler(self) -> bool:
+        """Return False: torch's GradScaler is to unscale gradients itself, also for classes whose fused kernels would.
+
+        Raise ConfigError for a model whose loss zeroshard scales.
+        """
+        if any(runtime.progress.scaler is not None for runtime in self._runtimes()):
+            raise ConfigError(
+                "torch.amp.GradScaler beside precision='fp16', which scales the loss and skips steps by itself: leave the GradScaler "
+                "out, or give precision='fp32' to zs.shard and keep it, with torch.autocast(..., dtype=torch.float16)."
+            )
+        return False
+
+
+setattr(OfShardedModel, OWN_UNSCALING, property(OfShardedModel._leaves_scale_to_scaler, lambda self, value: None))
+
+
+def derived(cls: type, mixin: type) -> type:
+    """Return the subclass of an optimizer's class with a mixin: one for each class, under the class's name, which loggers show."""
+    bases = (mixin, cls, OfShardedModel)
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    subclasses: list[type] = cls.__subclasses__()
+    made = next((each for each in subclasses if each.__bases__ == bases), None)
+    return made or type(cls.__name__, bases, names)
+
+
+class ShardedOptimizer:
+    """Mixin that `shard_optimizer` adds to the class of the user's optimizer."""
+
+    core: OptimizerCore
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], object] | None = None) -> object:
+        """Take one step (collective). `last_step` has its record: norm, clip coefficient, skipped or not."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with telling(self.core.runtime, "the optimizer's step"):
+            self.core.step()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch then does not wrap it again, and runs hooks once
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ShardedAccessError(
+            f"a sharded {type(self).__name__} can not be copied or pickled: this rank has slices of its states. Take "
+            "zs.full_optimizer_state_dict(model), on all ranks, and save what rank 0 gets; or use zs.save."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, as in torch. Writing into its dicts does not change the optimizer."""
+        found = super().state_dict()  # type: ignore[misc]
+        for key, entries in found["state"].items():
+            if isinstance(entries, ParameterState):
+                found["state"][key] = {k: v.plain() if isinstance(v, WholeState) else v for k, v in entries.items()}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict, as in torch: one of a plain optimizer, with whole tensors, or one of this sharded optimizer."""
+        super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]  # type: ignore[attr-defined]
+        given = state_dict["state"]
+        load_state(self.core, {id(p): given[n] for n, p in zip(names, params, strict=True) if n in given})
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The record of the last step, None before the first."""
+        return self.core.last_step
+
+    @property
+    def state(self) -> StateByParameter:
+        """Optimizer states by parameter, tensors sharded; state_view.py describes writes to them."""
+        states = state_by_param(self.core, WholeState)
+        found = {param: ParameterState(entries).bind(self.core, param) for param, entries in states.items()}
+        return StateByParameter(found).bind(self.core)
+
+    @state.setter
+    def state(self, value: dict) -> None:
+        load_state(self.core, {id(param): entries for param, entries in value.items()})
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Raise ConfigError: the flat buffers are laid out already."""
+        raise ConfigError(
+            "add_param_group() after zs.shard(): add the group before, or zs.close() the model and shard it with a new optimizer."
+        )
+
+
+_NOT_COPIED = {"core", "param_groups", "state", "step"}  # attributes of which outer and inner each keep their own
+
+
+def plain_options(optimizer: torch.optim.Optimizer) -> list[Options]:
+    """Return the groups' options that are numbers, strings or lists of these, which ranks can send to each other."""
+    groups = [
+        {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in g.items()} for g in optimizer.param_groups
+    ]
+    return [{k: v for k, v in group.items() if k != "params" and _is_plain(v)} for group in groups]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def take_options(optimizer: torch.optim.Optimizer, told: list[Options]) -> None:
+    """Set the groups' options to those of another rank, keeping the type that an option has here (tensor, tuple)."""
+    for group, options in zip(optimizer.param_groups, told, strict=True):
+        for key, value in options.items():
+            mine = group.get(key)
+            if isinstance(mine, Tensor):
+                mine.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(mine, tuple) else value
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch.optim.Optimizer:
+    """Make the user's optimizer object a sharded one, in place. Existing state is sharded, too."""
+    respect_skipped_steps()
+    given = {id(param): entries for param, entries in optimizer.state.items()}
+    core = OptimizerCore(optimizer, runtime)
+    wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps
+    optimizer.__dict__.pop("state")
+    optimizer.__class__ = derived(type(optimizer), ShardedOptimizer)
+    optimizer.core = core  # type: ignore[attr-defined]
+    if given:
+        load_state(core, given)
+    if wrapped is not None:
+        rewrap_for_schedulers(optimizer)
+    return optimizer

@@ -1,0 +1,246 @@
+"""One parameter: its description as the model had it (`ParamSpec`), and the owner of its slices (`ParamHome`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..axes.distributed import Distribution, is_distributed
+from ..axes.tiled_parameter import Part, part_of, whole_name
+from ..errors import ConfigError, ModelChanged, ShardedWriteError
+from ..tiers.io.aligned import bytes_of
+from .comm.base import Comm
+from .tensor.home import Home
+from .tensor.sharded_tensor import ShardedTensor
+from .user_hooks import ONE_OPTIMIZER, UserHook, other_optimizers
+
+if TYPE_CHECKING:
+    from .unit import ParamGroup
+
+
+@dataclass(frozen=True, eq=False)
+class ParamSpec:
+    """Description of one parameter as the model had it, with every (module, attribute) that holds it (ties)."""
+
+    name: str
+    original: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    dtype: torch.dtype  # dtype in which it rests and computes
+    shape: tuple[int, ...]
+    requires_grad: bool
+    given_dtype: torch.dtype  # dtype in which the user gave it
+    number: int = -1  # position in the model, and bit in the masks that ranks exchange at the end of backward
+    distribution: Distribution | None = None  # of a former DTensor, over model axes; `shape` is that of the local shard
+    counts: bool = True  # True on the one of the ranks with equal values along model axes that enters sums over ranks
+
+    @property
+    def part(self) -> Part | None:
+        """Position of this parameter in a larger one, of which it is a part (a tile, a tensor-parallel shard); None: whole."""
+        return self.distribution.part if self.distribution is not None else part_of(*self.owners[0])
+
+    @property
+    def absent(self) -> bool:
+        """True if this rank has no part of the parameter."""
+        return self.distribution is not None and self.distribution.absent
+
+    def complete(self, value: Tensor) -> Tensor:
+        """Return the whole of a tensor of the parameter's shape (collective over model axes if the parameter is distributed)."""
+        return value if self.distribution is None else self.distribution.whole(value)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter that this one is, or is a part of."""
+        return self.shape if self.part is None else self.part.whole_shape
+
+    @property
+    def whole_name(self) -> str:
+        """Name of the whole parameter that this one is, or is a part of."""
+        return self.name if part_of(*self.owners[0]) is None else whole_name(self.name)
+
+
+class ParamHome(Home):
+    """Home of parameter `index` of a group, of its gradient and of its optimizer states."""
+
+    def __init__(self, group: ParamGroup, index: int) -> None:
+        self.group, self.index, self.comm = group, index, group.comm
+        piece = self.piece = group.layout.piece(index, group.comm.rank)
+        self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
+        self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel  # the slice within this rank's shard
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        """Pickle as None: an unpickled frozen parameter belongs to no sharded model."""
+        return type(None), ()
+
+    def cut(self, rank: int) -> tuple[int, int]:
+        """Return [start, stop) of a rank's elements of the flattened parameter; (0, 0) if it has none."""
+        piece = self.group.layout.piece(self.index, rank)
+        return piece.start, piece.stop
+
+    def wrap(self, local: Tensor | None, dtype: torch.dtype) -> ShardedTensor:
+        """Return a sharded tensor of the parameter's shape over a local slice (None: over the slice at rest, see `fetch`)."""
+        return ShardedTensor(local, self.group.specs[self.index].shape, self, dtype=dtype, device=self.group.comm.device)
+
+    @property
+    def meeting(self) -> Comm:
+        runtime = self.group.runtime
+        others = runtime.topology.peers is not runtime.comm or self.group.topology is not runtime.topology
+        return runtime.topology.peers if others else self.comm
+
+    @property
+    def counts(self) -> bool:
+        return self.meeting is self.comm or self.group.counts
+
+    @property
+    def distributed(self) -> bool:
+        distribution = self.group.specs[self.index].distribution
+        return distribution is not None and distribution.part is not None
+
+    @property
+    def undivided(self) -> bool:
+        return self.group.runtime.account.weight != 0
+
+    @property
+    def unit(self) -> str:
+        return self.group.unit.name
+
+    def fetch(self, gradient: bool) -> Tensor:
+        """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
+        return self.group.gradients.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
+
+    @property
+    def traced(self) -> bool:
+        return self.group.runtime.values.watches(self.group)
+
+    @property
+    def trace(self) -> int:
+        return self.group.masters.traces.get((self.index, "value"), 0)
+
+    def note(self, trace: int, anew: bool) -> None:
+        self.group.masters.note(self.index, trace, anew)
+
+    def before_write(self) -> None:
+        self.group.begin_write()
+        self.group.unit.writes += 1
+        self.group.comm.control.fence_write()
+
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
+        self.group.values.rest.store(self.begin + offset, local)
+        self.group.masters.dirty.add(self.index)
+
+    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
+        self.group.refuse_gradient_write()
+        self.group.gradients.store(self.begin + offset, local)
+
+    def unscale(self, homes: Sequence[Home], factor: float) -> bool:
+        runtime = self.group.runtime
+        of_group: dict[ParamGroup, list[ParamHome]] = {}
+        runtime.attendance.call("torch.amp.GradScaler.unscale_()")
+        for home in homes:
+            if not isinstance(home, ParamHome):
+                return home.unscale(homes, factor)  # raises
+            of_group.setdefault(home.group, []).append(home)
+        squares, found = runtime.reductions.square_sum(of_group), False
+        if not math.isfinite(squares):  # squares may overflow where no gradient does, and not once these are unscaled
+            found = not all(torch.isfinite(home.fetch(True)).all() for home in homes)
+            for group in of_group:
+                group.gradients.square_sum = None
+        for group, own in of_group.items():
+            if len(own) == sum(group.active):
+                group.gradients.scale(factor)  # of an offloaded gradient: when it is read next
+                continue
+            for home in own:
+                group.gradients.store(home.begin, home.fetch(True).mul_(factor))
+        runtime.account.clipped = None
+        told = runtime.topology.world.exchange(bytes([found]), "torch.amp.GradScaler: are all gradients finite")
+        return any(part[0] for part in told)
+
+    def before_meeting(self, what: str) -> None:
+        self.group.runtime.attendance.call(what)
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        self.before_meeting("full_tensor() (or another whole tensor)")
+        return gather_flat(self.group.comm, local, f"full tensor of {self.name}")
+
+    def gradient(self) -> Tensor | None:
+        gradient, distribution = self.group.gradient(self.index), self.group.specs[self.index].distribution
+        if distribution is None or gradient is None or isinstance(gradient, ShardedTensor):
+            return gradient
+        return distribution.wrap(gradient)  # stage 0: torch's own norms then cover all shards
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        self.group.set_gradient(self.index, value.to_local() if is_distributed(value) else value)
+
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        """Carry out `param.data = value` as a write in place, since the parameter's memory is a part of the flat buffer."""
+        aliases = isinstance(value, ShardedTensor) and value._home is self and (value is param or value._of_parameter)
+        if aliases and (value.shape, value.dtype) == (param.shape, param.dtype):
+            return  # `value` is this parameter; a result computed from it has the same home, but is no alias of it
+        if not isinstance(param, ShardedTensor) and not isinstance(value, ShardedTensor):
+            one, other = ((x.shape, x.dtype, x.device, x.layout) for x in (param, value))
+            if one == other and param.stride() == value.stride() and param.data_ptr() == value.data_ptr():
+                return  # model.to() without a change assigns this: no write, so that masters keep their precision
+        if value.shape != param.shape:
+            raise ModelChanged(
+                f"parameter {self.name} was resized from {tuple(param.shape)} to {tuple(value.shape)} after zs.shard(). Resize before "
+                "it; or zs.close(model) first, resize, build a new optimizer, and zs.shard() again."
+            )
+        if (value.dtype, value.device) != (param.dtype, param.device):
+            raise ModelChanged(
+                f"parameter {self.name} was converted from {param.dtype} on {param.device} to "
+                f"{value.dtype} on {value.device} after zs.shard(), by half(), to() or `.data = ...`. Give "
+                "precision='bf16' or 'fp16' to zs.shard(), convert the model before it, or zs.close(model) first."
+            )
+        with torch.no_grad():
+            param.copy_(value)
+
+    def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
+        runtime, unit, shape = self.group.runtime, self.group.unit, self.group.specs[self.index].shape
+        seen = unit.writes
+        # inside a forward, gradients come through the model's outputs, which apply the loss scale
+        enters = not runtime.in_forward
+
+        def arrive(grad: Tensor) -> Tensor:
+            grad = runtime.scale_entering(grad) if enters else grad
+            if not sliced:  # of full_tensor(): the gradient is whole, as that of a forward
+                return grad
+            if unit.writes != seen:
+                raise ShardedWriteError(
+                    f"{self.name}: written (by a step, a load, in place) between to_local() and the backward of what was computed with it. "
+                    "Call backward first, or to_local() again."
+                )
+            around = (self.start, math.prod(shape) - self.stop)
+            parts = self.comm.world_size / self.group.topology.summed  # the reduction divides by them
+            return F.pad(grad * parts, around).view(shape)
+
+        return arrive
+
+    def adopt(self, hook: Callable) -> Callable:
+        param = self.group.params[self.index]
+        found = other_optimizers([hook], self.group.runtime.optimizer)
+        if id(param) in found:
+            raise ConfigError(
+                f"{self.name}: this hook steps an optimizer of its own ({type(found[id(param)]).__name__}) in backward, before the "
+                f"gradient is averaged over the ranks. {ONE_OPTIMIZER}"
+            )
+        return UserHook(hook, self.group, self.index, whole=False)
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> object:
+        return self.group.runtime.lend(self.group.unit, func, args, kwargs)
+
+
+def gather_flat(comm: Comm, local: Tensor, label: str) -> Tensor:
+    """Return the ranks' 1-D tensors, of any lengths, concatenated in the order of ranks (collective, through the host)."""
+    mine = local.detach().to("cpu").contiguous()
+    everyone = comm.exchange(bytes(bytes_of(mine)), label)
+    whole = torch.empty(sum(map(len, everyone)) // mine.itemsize, dtype=mine.dtype, device="cpu")
+    content, begin = bytes_of(whole), 0
+    for part in filter(None, everyone):
+        content[begin : begin + len(part)] = part
+        begin += len(part)
+    return whole.to(local.device)

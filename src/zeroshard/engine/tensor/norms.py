@@ -1,0 +1,96 @@
+"""Norms of sharded tensors (collective), equal to one process's norms. All norms of one call take one exchange.
+
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     p.grad.norm()     torch._foreach_norm(gradients)
+
+Each rank sends the norms of its slices, one number for each tensor; the norm of a tensor is the norm of these, in fp64 and in
+rank order, so that all ranks compute the same bits. Results are ordinary tensors, complete when a call returns. For a slice
+without elements a rank sends the neutral number (0, or inf for a negative order).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import ZeroshardError
+from ...utils import torch_compat
+from ...utils.torch_compat import OpOverload
+from .home import Sliced
+
+
+def take_norms(func: OpOverload, args: tuple, kwargs: dict) -> object:
+    """Compute torch.linalg.vector_norm, or torch._foreach_norm of tensors of which some or all are sharded (collective).
+
+    Return NotImplemented for a norm along some of the dimensions, and where autograd would record it.
+    """
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    several = isinstance(given["self"], (list, tuple))
+    tensors: Sequence[Tensor] = given["self"] if several else [given["self"]]
+    dim, order, dtype = given.get("dim"), float(given.get("ord", 2)), given.get("dtype")
+    if dim is not None and len({d % max(tensors[0].dim(), 1) for d in dim}) != tensors[0].dim():  # not over all dimensions
+        return NotImplemented
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):  # a gradient would reach only the slice
+        return NotImplemented
+    found: list[Tensor] = [t if isinstance(t, Sliced) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors]
+    groups: dict[int, dict[int, Sliced]] = {}  # sharded tensors by the ranks that compute their norms together
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, Sliced):
+            groups.setdefault(id(tensor._home.meeting), {})[index] = tensor
+    for group in groups.values():
+        # torch tells the dtype of its result, and raises for one that it does not accept
+        kinds = {tensor.dtype for tensor in group.values()}
+        dtypes = {own: torch.linalg.vector_norm(torch.empty(0, dtype=own), dtype=dtype).dtype for own in kinds}
+        for (index, tensor), norm in zip(group.items(), _combined(list(group.values()), order), strict=True):
+            found[index] = norm.to(tensor.device, dtypes[tensor.dtype])
+    if several:
+        return found
+    return found[0].view((1,) * tensors[0].dim()) if given.get("keepdim") else found[0]
+
+
+def _combined(tensors: list[Sliced], order: float) -> Tensor:
+    """Return the norms, (len(tensors),) in fp64 on the host, of tensors of one group of ranks (collective)."""
+    measured = torch.stack([_measured(tensor, order) for tensor in tensors]).cpu()  # one transfer for all tensors
+    undivided = any(tensor._of_gradient and tensor._home.undivided for tensor in tensors)
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    name = f"{'the gradient of ' if tensors[0]._of_gradient else ''}{tensors[0]._home.name}"
+    tensors[0]._home.before_meeting("a norm (torch's clipping takes them, zs.clip_grad_norm_(model, max_norm) does not)")
+    names = zlib.crc32("\n".join(tensor._home.name for tensor in tensors).encode()).to_bytes(4, "little")
+    # undivided may differ between ranks: all raise, or none
+    payload = bytes([undivided]) + names + measured.numpy().tobytes()
+    everyone = tensors[0]._home.meeting.exchange(payload, f"norm of {name}{more} (collective: every rank must ask for it)")
+    if any(part[0] for part in everyone):
+        raise ZeroshardError(
+            f"the norm of {name} is not known before the step: zs.backward(model, loss, weight=...) leaves weighted sums, which the step "
+            "divides by the sum of weights. Clip with zs.clip_grad_norm_(model, max_norm) or zs.shard(..., max_grad_norm=...)."
+        )
+    if len({part[1:5] for part in everyone}) > 1:
+        raise ZeroshardError(
+            f"ranks ask for norms of different tensors at once, this one for that of {name}{more}: ask for the same ones in the same "
+            "order on every rank, as of model.parameters(). (DeepSpeed's named_parameters() has a rank's own experts alone.)"
+        )
+    rows = [torch.frombuffer(bytearray(part[5:]), dtype=torch.float64) for part in everyone]
+    table = torch.stack(rows)  # (world, tensors)
+    return table.sum(0) if order == 0 else torch.linalg.vector_norm(table, order, dim=0)  # order 0 counts elements
+
+
+def _measured(tensor: Sliced, order: float) -> Tensor:
+    """Return the norm of this rank's slice, 0-D in fp64; the neutral number if the slice is empty or does not count."""
+    local = tensor._local
+    # neutral in a sum of powers and in a maximum or minimum
+    if not tensor._home.counts or (local.numel() == 0 and tensor.numel() > 0):
+        return torch.full((), math.inf if order < 0 else 0.0, dtype=torch.float64, device=local.device)
+    wide = torch.promote_types(local.dtype, torch.float32)
+    return torch.linalg.vector_norm(local, order, dtype=wide).double()
+
+
+def allow_foreach(*kinds: type) -> None:
+    """Let torch.nn.utils.clip_grad_norm_ use foreach for these classes by default: one exchange for all parameters.
+
+    They are added to torch's list of foreach types, as torch's own module adds DTensor.
+    """
+    known = torch_compat.FOREACH_TYPES
+    known += [kind for kind in kinds if kind not in known]

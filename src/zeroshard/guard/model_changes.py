@@ -1,0 +1,222 @@
+"""Changes that a program makes to a sharded model directly.
+
+It finds parameters that were added, removed or converted, and different values that ranks wrote to a parameter. It
+follows `requires_grad` of a trained parameter, which may be switched off and on between steps, as on one process.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+import zlib
+from collections.abc import Mapping
+from itertools import repeat
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.comm.base import DirectComm
+from ..engine.unit import ParamGroup
+from ..errors import ModelChanged, ModelMismatch
+from ..utils import torch_compat
+
+
+class ModelWatch:
+    """Checks the parameters of a model before each forward, in microseconds if nothing has changed."""
+
+    def __init__(self, model: nn.Module, groups: list[ParamGroup]) -> None:
+        self.model = model
+        self._params = [(param, spec.name) for group in groups for param, spec in zip(group.params, group.specs, strict=True)]
+        self._dtypes = [param.dtype for param, _ in self._params]
+        self._note_tree()
+
+    def _note_tree(self) -> None:
+        """Note the modules' children and their numbers of parameters, which are compared with the model in microseconds."""
+        modules = list(self.model.modules())
+        tables = map(torch_compat.own_modules, modules)
+        self._children = [(table, dict(table)) for table in tables if table]
+        self._tables = [torch_compat.own_parameters(module) for module in modules]
+        self._counts = [*map(len, self._tables)]
+        absent = [(table, name) for table in self._tables for name, param in table.items() if param is None]
+        self._absent = [table for table, _ in absent], [name for _, name in absent]
+
+    def check(self, gathered: bool, thoroughly: bool = False) -> None:
+        """Raise ModelChanged if the model has other parameters than zs.shard() installed (wrapped submodules are no change).
+
+        gathered: inside `zs.gathered`, where modules hold other tensors. thoroughly: also detect a parameter that replaced
+            another one, in milliseconds; units detect it only when they are used.
+        """
+        with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
+            dtypes = [param.dtype for param, _ in self._params]
+        if dtypes != self._dtypes:
+            params = zip(self._params, self._dtypes, dtypes, strict=True)
+            name, known, now = next((name, known, now) for (_, name), known, now in params if now != known)
+            raise ModelChanged(
+                f"parameter {name} was converted from {known} to {now} after zs.shard(), by half(), to(dtype) or the like. Give "
+                "precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
+            )
+        if gathered:
+            return
+        if (
+            not thoroughly
+            and all(children == known for children, known in self._children)
+            and [*map(len, self._tables)] == self._counts
+            and all(map(operator.is_, map(dict.get, *self._absent), repeat(None)))
+        ):
+            return
+        names = {id(param): name for param, name in self._params}
+        present = {id(p): name for name, p in nn.Module.named_parameters(self.model)}  # torch's own: a program may hide some
+        gone = [name for key, name in names.items() if key not in present]
+        new = [name for key, name in present.items() if key not in names]
+        if gone or new:
+            raise ModelChanged(
+                f"parameter {(gone + new)[0]} was replaced, added or removed after zs.shard(). "
+                "zs.close(model) first, change the model (resize, adapt), then zs.shard() it again."
+            )
+        self._note_tree()
+
+
+class Freezing:
+    """Finds the trained parameters that are frozen for a phase; takes microseconds if none was switched.
+
+        trained at zs.shard   has a place in a gradient buffer, and optimizer states
+        frozen later          keeps both; like an unused parameter it gets no gradient, no unit waits for one, no step changes it
+        frozen at zs.shard    has neither, and can not be trained: switching it on raises ModelChanged with its name
+
+    What is switched while gradients are off, and switched back before they are on again (PEFT's adapters of a reference model), is
+    no change: only forwards with gradients and backwards look at `requires_grad`.
+
+    All ranks must freeze the same parameters: they compare them in the message by which they agree on gradients after a backward.
+
+    numbers: the frozen parameters, by ParamSpec.number.
+    """
+
+    def __init__(self, groups: list[ParamGroup]) -> None:
+        self._places = [(group, index) for group in groups for index in range(len(group.specs))]
+        self._params = [group.params[index] for group, index in self._places]
+        self._names = {group.specs[index].number: group.specs[index].name for group, index in self._places}
+        self._known = [group.trainable for group, _ in self._places]
+        self.numbers: set[int] = set()
+
+    def follow(self) -> None:
+        """Apply the present `requires_grad` to units and compute parameters. Raise ModelChanged for one frozen at zs.shard."""
+        with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
+            now = [param.requires_grad for param in self._params]
+            if now == self._known:
+                return
+            for (group, index), required in zip(self._places, now, strict=True):
+                if required and not group.trainable:
+                    raise ModelChanged(
+                        f"requires_grad of parameter {group.specs[index].name} was switched on, but it was frozen at zs.shard(): it has "
+                        "no buffer for a gradient and no optimizer states. Let it require a gradient at zs.shard() and freeze it "
+                        "afterwards, which may be done at any time; or zs.close(model) first, unfreeze it, and zs.shard() again."
+                    )
+            for (group, index), required in zip(self._places, now, strict=True):
+                group.compute[index].requires_grad_(required)
+            self._known = now
+            changed = zip(self._places, now, strict=True)
+            self.numbers = {group.specs[i].number for (group, i), required in changed if group.trainable and not required}
+            for unit in {id(group.unit): group.unit for group, _ in self._places}.values():
+                unit.expect()
+
+    def check_same(self, everyone: Mapping[int, set[int]]) -> None:
+        """Raise ModelChanged if ranks have frozen different parameters. everyone: rank -> its `numbers`."""
+        numbers = list(everyone.values()) or [set()]  # no rank has data any more: nothing differs
+        differing = set[int]().union(*numbers) - numbers[0].intersection(*numbers)
+        if not differing:
+            return
+        texts = []
+        for number in sorted(differing)[:3]:
+            ranks = [rank for rank, numbers in everyone.items() if number in numbers]
+            texts.append(f"{self._names[number]} is frozen (requires_grad=False) on ranks {ranks} alone")
+        raise ModelChanged(
+            f"{'; '.join(texts)}: its gradient would be the mean over the other ranks alone. Freeze and unfreeze the same parameters on "
+            "every rank, and run the batches since the last zero_grad again: their gradients are dropped."
+        )
+
+
+class ValueWatch:
+    """Detects, at the next exchange of ranks, that they have written different values to a parameter at rest.
+
+    Of replicated parameters it compares version counters, then values. Where each rank writes a slice it compares how the whole
+    was computed (`traces`). It adds a number to a message that is sent in any case. Values are read only if written.
+    """
+
+    def __init__(self, comm: DirectComm, groups: list[ParamGroup]) -> None:
+        self.comm = comm
+        # of experts data-parallel ranks hold different ones
+        self._groups = [group for group in groups if not (comm.alone or group.topology.cut)]
+        self._written: list[tuple[ParamGroup, int]] = []
+
+    def watches(self, group: ParamGroup) -> bool:
+        """Return whether ranks compare what they write to the group's parameters and states."""
+        return group in self._groups
+
+    def fingerprint(self) -> int:
+        """Return a checksum of the parameters that this rank has written since the last `agree`; 0 if it has written none."""
+        self._written = [(group, index) for group in self._groups for index in group.masters.unseen()]
+        return zlib.crc32(_packed(self._sums())) + 1 if self._written or any(g.masters.traces for g in self._groups) else 0
+
+    def agree(self, fingerprints: list[int] | None = None) -> None:
+        """Raise ModelMismatch on every rank if written values differ between ranks (collective).
+
+        fingerprints: the fingerprint of each rank, if they were exchanged already.
+        """
+        if not self._groups:  # a world of one
+            return
+        if fingerprints is None:
+            _, told = self.comm.compare(struct.pack("<Q", self.fingerprint()), "values written at rest")
+            fingerprints = [struct.unpack("<Q", part)[0] for part in told or ()]
+        found = []
+        if len(set(fingerprints)) > 1:  # compare, on all ranks, every parameter that any rank has written
+            everyone = self.comm.exchange(_packed(self._sums()), "values written at rest: which")
+            numbers = {number for part in everyone for number, _ in struct.iter_unpack("<II", part)}
+            everyone = self.comm.exchange(_packed(self._sums(numbers)), "values written at rest: compare")
+            columns = [dict(struct.iter_unpack("<II", part)) for part in everyone]
+            names = {spec.number: (spec.name, group) for group in self._groups for spec in group.specs}
+            for number in sorted(numbers):
+                others = [rank for rank, sums in enumerate(columns) if sums[number] != columns[0][number]]
+                if others:
+                    name, group = names[number]
+                    how = "have written it otherwise than" if group.values.sharded else "hold other values than"
+                    found.append(f"{name} (ranks {', '.join(map(str, others))} {how} rank 0)")
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            raise ModelMismatch(
+                "ranks have written different values into parameters, their optimizer states or averages: "
+                f"{', '.join(found[:5])}{more}. Write the same on every rank (same seed, or broadcast first), or in `with "
+                "zs.gathered(module, modifier_rank=0):`, which keeps what rank 0 writes. A forward that writes its parameters "
+                "(nn.Embedding(max_norm=...)) writes what its rank's batch asks for."
+            )
+        for group in self._groups:
+            group.masters.traces.clear()
+        for group, index in self._written:  # masters follow at the next step
+            group.masters.seen(index)
+
+    def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
+        """Return number -> checksum of the parameters in `numbers`; if it is empty, of parameters that this rank has written."""
+        traced = [(group, index) for group in self._groups for index, _ in group.masters.traces]
+        wanted = numbers or {group.specs[index].number for group, index in [*self._written, *traced]}
+        places = [(group, index) for group in self._groups for index in range(len(group.specs))]
+        return {spec.number: _state_of(group, index) for group, index in places if (spec := group.specs[index]).number in wanted}
+
+
+def _state_of(group: ParamGroup, index: int) -> int:
+    """Return a checksum of a replicated parameter, and of the traces of what was written."""
+    traces = sorted((what, trace) for (each, what), trace in group.masters.traces.items() if each == index)
+    return zlib.crc32(repr(traces).encode()) ^ (0 if group.values.sharded else _checksum(group.params[index]))
+
+
+def _packed(sums: dict[int, int]) -> bytes:
+    return b"".join(struct.pack("<II", number, value) for number, value in sorted(sums.items()))
+
+
+_ROW_NBYTES = 256  # 32 sums of int64 in a row
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return a checksum of a tensor's bits: the CRC of int64 sums of rows of _ROW_NBYTES, which run at memory bandwidth."""
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    head = data.numel() // _ROW_NBYTES * _ROW_NBYTES
+    rows = data[:head].view(torch.int64).view(-1, _ROW_NBYTES // 8).sum(1)
+    return zlib.crc32(data[head:].cpu().numpy().data, zlib.crc32(rows.cpu().numpy().data))
