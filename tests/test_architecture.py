@@ -215,8 +215,8 @@ def test_a_closure_follows_what_is_imported_at_once():
     assert house.closure("errors") == {"errors"}
     assert "planner.plan" not in house.closure("api") and {"engine.unit", "engine.comm.base", "config"} <= house.closure("api")
     assert house.closure("engine.unit") < house.closure("engine.optimizer") < house.closure("api")
-    names, places = house.knows("integrations.lightning")
-    assert ("config", "Config") not in names and places < house.knows("planner")[1]
+    engine, services, places = house.knows("integrations.lightning")
+    assert ("engine.runtime", "Runtime") not in engine and not services and places < house.knows("planner")[2]
 
 
 def test_no_file_of_tests_needs_another():
