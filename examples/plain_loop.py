@@ -1,7 +1,7 @@
 """A plain training loop, sharded: the one changed line is marked.
 
 Run: torchrun --nproc-per-node 2 examples/plain_loop.py, or python examples/plain_loop.py for one process.
-Prints the loss of a small GPT that reads this project's README byte by byte (5.5 is what knowing nothing costs), which falls below 3,
+Prints the loss of a small GPT that reads this project's README byte by byte (5.5 is what knowing nothing costs), which falls to about 3,
 and the gradient norm before clipping, which is near 1; then how many parameters were trained.
 """
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
 
 WANTED = {
@@ -90,7 +91,7 @@ def test_ranks_wait_as_long_as_the_process_group_was_given(tmp_path):
     deepspeed.init_distributed(init_method=f"file://{tmp_path}/group", rank=0, world_size=1, timeout=timeout)
     try:
         engine = _engine(2)
-        assert zs.zero.runtime.runtime_of(engine.module).comm.stall_timeout_s == 77
+        assert runtime_of(engine.module).comm.stall_timeout_s == 77
     finally:
         torch.distributed.destroy_process_group()
 

@@ -14,6 +14,7 @@ from benchmarks.memory import field_nbytes
 from zeroshard.comm.launch import run_processes
 from zeroshard.config import Offload, Tier
 from zeroshard.engine.comm import pool
+from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
 from zeroshard.tiers import moved_states
 
@@ -268,7 +269,7 @@ class Wide(torch.nn.Module):
 
 def _resident(model):
     """Bytes by the ledger: in memory, on disk."""
-    ledger = zs.zero.runtime.runtime_of(model).tiers.ledger
+    ledger = runtime_of(model).tiers.ledger
     return sum(ledger.now.values()) + sum(ledger.elsewhere[Tier.HOST].values()), sum(ledger.elsewhere[Tier.DISK].values())
 
 
@@ -355,7 +356,7 @@ def test_buffers_come_again_by_themselves():
         model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
         expected = copy.deepcopy(MODEL)
         expected, other = zs.shard(expected, torch.optim.AdamW(expected.parameters()), stage=3)
-        ledger = zs.zero.runtime.runtime_of(model).tiers.ledger
+        ledger = runtime_of(model).tiers.ledger
         for step in range(3):
             assert _steps(rank, model, optimizer, (step,)) == _steps(rank, expected, other, (step,))
             staging = ledger.now["staging"]
