@@ -30,7 +30,7 @@ LAYERS = (
     ("comm", "testing", "optim"),  # ranks of one host, ranks as threads; optimizers
     ("seam",),  # what all that follows uses of the engine
     ("activations",),  # checkpointing, partitioning, offload, tiling
-    ("checkpoint", "data"),
+    ("checkpoint", "data", "auto_stage"),
     ("api",),
     ("parallel",),
     ("public", "__init__", "io"),  # the names of zeroshard, which __init__.py shows

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from .auto_stage import choose, is_auto
 from .axes import distributed, topology
 from .axes.along_axis import attachments, check_axes, connect
 from .axes.mesh import Axes, PlannedLayout, axes_of
@@ -39,14 +40,13 @@ from .engine.verbs import begin
 from .errors import ConfigError, ZeroshardError
 from .guard.rank_consistency import agree_on_initial_values, check_same_model
 from .guard.shared_storage import check_sharing
-from .guard.validation import check_optimizer
 from .optim.late_optimizer import watch
 from .optim.take_over import TakeOver
+from .optim.validation import check_optimizer
 from .seam import Engine
 from .state.parameter_access import whole_states
 from .state.slices import named_parts
 from .state.state_view import state_by_param
-from .tiers.auto_stage import choose, is_auto
 from .utils.module_names import own_name
 from .values import init_context
 from .values.closing import close as close

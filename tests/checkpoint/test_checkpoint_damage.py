@@ -34,9 +34,9 @@ from zeroshard.checkpoint import safetensors as weights
 from zeroshard.engine.comm.control import misuse
 from zeroshard.engine.ledger import GATHERED
 from zeroshard.engine.runtime import runtime_of
+from zeroshard.state.tensor_reader import StoredTensor
 from zeroshard.testing import run_threads
 from zeroshard.tiers.io.async_file import Syscalls
-from zeroshard.tiers.io.tensor_reader import StoredTensor
 
 pytestmark = pytest.mark.limit(60)
 BATCHES = [step[0] for step in token_batches(8, 1, 4, VOCAB)]

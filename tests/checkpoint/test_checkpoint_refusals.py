@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.axes.tiled_parameter import Part
 from zeroshard.checkpoint.importers.safetensors import open_safetensors
-from zeroshard.tiers.io.tensor_reader import StoredPart
+from zeroshard.state.tensor_reader import StoredPart
 
 
 class Buffered(nn.Module):

@@ -29,10 +29,10 @@ from zeroshard.tiers import host_memory
 from zeroshard.tiers.estimate import BUFFERS, Need, shortage
 from zeroshard.tiers.gradient_offload import NarrowRest
 from zeroshard.tiers.host_memory import Limit
-from zeroshard.tiers.io import aligned
-from zeroshard.tiers.io.aligned import empty_aligned
 from zeroshard.tiers.io.swap_folder import SwapFolder
 from zeroshard.tiers.storage import Tiers
+from zeroshard.utils import aligned
+from zeroshard.utils.aligned import empty_aligned
 
 MODEL = seeded(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
 DATA = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(1))

@@ -23,7 +23,7 @@ import zeroshard as zs
 from zeroshard.comm import backend_select
 from zeroshard.engine.comm.streams import Streams
 from zeroshard.testing import run_threads
-from zeroshard.tiers.io import aligned
+from zeroshard.utils import aligned
 
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2))
 DATA = token_batches(3, 1, 1)

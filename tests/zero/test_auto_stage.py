@@ -6,11 +6,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
+from zeroshard import auto_stage
 from zeroshard.comm.fake import FakeComm
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import ConfigError
 from zeroshard.testing import run_threads
-from zeroshard.tiers import auto_stage
 from zeroshard.tiers.host_memory import Limit
 
 MIB = 1 << 20

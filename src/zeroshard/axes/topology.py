@@ -28,10 +28,10 @@ from ..packing.codecs import packing
 from ..packing.compressed import CompressedGathers, CompressedReductions, Errors
 from ..packing.hierarchical import HierarchicalComm
 from ..packing.low_rank_comm import LowRankReductions
+from ..packing.replicated import ReplicatedComm
 from ..utils.compression import Compression
 from .distributed import Distribution
 from .mesh import Axes, Divided, Parts
-from .replicated import ReplicatedComm
 
 _MANY = 64  # ranks of a reduction from which a report names `sums`: each sends a message to each other one for each unit
 

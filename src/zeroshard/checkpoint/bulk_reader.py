@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ..engine.comm.pool import BufferPool
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
-from ..tiers.io.aligned import bytes_of, empty
+from ..state.tensor_reader import Stored, StoredCoded
 from ..tiers.io.async_file import Engine, File, Handle, open_file
-from ..tiers.io.tensor_reader import Stored, StoredCoded
+from ..utils.aligned import bytes_of, empty
 from .file_writer import BUFFER_NBYTES, DIGEST_NBYTES, compare_digests
 from .manifest import Manifest
 

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError, did_you_mean
-from ..tiers.io.aligned import bytes_of
-from ..tiers.io.tensor_reader import Stored, StoredTensor
+from ..state.tensor_reader import Stored, StoredTensor
+from ..utils.aligned import bytes_of
 from ..utils.dtypes import casts_to
 from ..utils.module_names import without_wrappers
 from ..utils.work import OVER, Work

@@ -25,8 +25,8 @@ from ..config import Tier
 from ..engine.comm.pool import BufferPool
 from ..engine.ledger import Ledger
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
-from ..tiers.io.aligned import bytes_of, empty_aligned
 from ..tiers.io.async_file import Engine, File, Handle, open_file
+from ..utils.aligned import bytes_of, empty_aligned
 from ..utils.work import Work
 
 BUFFER_NBYTES = 16 << 20

@@ -27,8 +27,8 @@ from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, Con
 from ..seam import StateSlice, engine_of, loaded
 from ..state import state_loading
 from ..state.state_loading import SavedState
+from ..state.tensor_reader import Stored
 from ..tiers.host_memory import available_nbytes
-from ..tiers.io.tensor_reader import Stored
 from ..utils.host import ranks_here
 from . import directory, module_state, safetensors
 from . import state_map as holding

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..engine.comm.base import DirectComm
 from ..errors import CheckpointError, did_you_mean
 from ..seam import NamedPart
-from ..tiers.io.tensor_reader import Stored, differ
+from ..state.tensor_reader import Stored, differ
 from ..utils.module_names import own_name, own_state, step_inside
 from . import safetensors
 from .bulk_reader import Reading

@@ -19,7 +19,7 @@ from ..engine.tensor.chunks import overlap
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
 from ..formats.state_codecs import labelled_column
 from ..seam import NamedPart
-from ..tiers.io.tensor_reader import Stored, StoredBoxes, StoredCoded, StoredTensor
+from ..state.tensor_reader import Stored, StoredBoxes, StoredCoded, StoredTensor
 from . import directory, module_state, safetensors
 from . import state_map as holding
 from .file_writer import DIGEST_NBYTES, compare_digests

@@ -31,8 +31,8 @@ from ..engine.runtime import Runtime, runtime_of
 from ..errors import ConfigError, OffloadIOError, ZeroshardError
 from ..guard.rank_consistency import distinct
 from ..seam import Engine, StateSlice, engine_of
-from ..tiers.io.aligned import bytes_of, empty
-from ..tiers.io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
+from ..state.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
+from ..utils.aligned import bytes_of, empty
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name, own_state
 from .directory import sync

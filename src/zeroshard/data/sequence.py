@@ -22,7 +22,7 @@ from ..engine.comm.base import DirectComm
 from ..engine.comm.messages import exchange_values
 from ..engine.runtime import runtime_of
 from ..errors import ConfigError
-from ..guard.rank_consistency import host_bytes
+from ..utils.aligned import host_bytes
 from ..utils.axes import SP
 
 if TYPE_CHECKING:

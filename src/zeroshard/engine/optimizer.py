@@ -24,8 +24,8 @@ from torch import Tensor
 from ..config import Placement, Tier
 from ..errors import ConfigError, NonFiniteError, ShardedAccessError, ZeroshardError
 from ..guard.out_of_memory import telling
-from ..guard.validation import check_members
 from ..optim.lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
+from ..optim.validation import check_members
 from ..optim.whole_matrix import WholeStepper, whole_parameters
 from ..state.state_storage import WholeState
 from ..state.state_view import ParameterState, StateByParameter, load_state, state_by_param

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..axes.distributed import Distribution, is_distributed
 from ..axes.tiled_parameter import Part, part_of, whole_name
 from ..errors import ConfigError, ModelChanged, ShardedWriteError
-from ..tiers.io.aligned import bytes_of
+from ..utils.aligned import bytes_of
 from .comm.base import Comm
 from .tensor.home import Home
 from .tensor.sharded_tensor import ShardedTensor

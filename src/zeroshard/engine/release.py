@@ -14,7 +14,7 @@ import os
 from torch import Tensor
 
 from ..tiers import host_memory
-from ..tiers.io.aligned import round_down, round_up
+from ..utils.aligned import round_down, round_up
 
 _MADV_DONTNEED, _MADV_REMOVE, _MADV_HUGEPAGE = 4, 9, 14  # linux/mman.h: for private pages, for a memfd's, huge ones
 _HUGE_NBYTES = 4 << 20  # two huge pages at least

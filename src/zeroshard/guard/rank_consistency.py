@@ -22,6 +22,7 @@ from ..engine.comm.messages import exchange_values
 from ..engine.parameter import ParamSpec
 from ..engine.tensor.sharded_tensor import ShardedTensor, checksum
 from ..errors import ModelMismatch
+from ..utils.aligned import host_bytes
 
 _PER_RANK = {"path", "offload_path"}  # options that may differ: each rank may have a disk of its own
 
@@ -213,9 +214,3 @@ def distinct(value: Tensor, like: Tensor) -> Tensor:
     for dim, stride in enumerate(like.stride()):
         value = value.narrow(dim, 0, 1) if stride == 0 and like.shape[dim] > 1 else value
     return value
-
-
-def host_bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's elements as bytes on the host: its own memory if it is contiguous there, else that of a copy."""
-    flat = tensor.detach().to("cpu").contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

@@ -27,11 +27,11 @@ from ..engine.optimizer import OfShardedModel, OptimizerCore, derived, homes_of,
 from ..engine.shard_model import check_room, state_plans
 from ..errors import ConfigError, ModelClosed
 from ..guard.rank_consistency import check_alike, described_optimizer
-from ..guard.validation import check_optimizer, held_optimizers
 from ..tiers.estimate import Place
 from ..utils.autograd import in_backward
 from .lr_schedulers import Tally, respect_skipped_steps
 from .take_over import TakeOver
+from .validation import check_optimizer, held_optimizers
 
 if TYPE_CHECKING:
     _Optimizer = torch.optim.Optimizer

@@ -29,7 +29,7 @@ from ..engine.tensor.attributes import whole_now
 from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError, ZeroshardError
-from ..tiers.io.aligned import bytes_of
+from ..utils.aligned import bytes_of
 from ..values.gathered_parameters import home_of, is_gathered
 from .state_view import entries_of, write_entry
 

@@ -25,8 +25,8 @@ from ..engine.runtime import Runtime
 from ..engine.shard_model import write_value
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError
-from ..tiers.io.aligned import empty
 from ..tiers.storage import CodedRest, Rest
+from ..utils.aligned import empty
 from ..utils.module_names import own_name
 from ..utils.work import OVER, Work
 from .state_loading import Reader, copy_to_rest

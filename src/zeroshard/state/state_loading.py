@@ -18,11 +18,11 @@ from ..engine.inner_optimizer import Options, State
 from ..engine.runs import Run
 from ..engine.tensor.state_column import is_column
 from ..engine.unit import ParamGroup
-from ..tiers.io.aligned import empty
-from ..tiers.io.tensor_reader import Bulk
 from ..tiers.storage import Rest
+from ..utils.aligned import empty
 from ..utils.torch_compat import alone
 from .state_storage import hashable
+from .tensor_reader import Bulk
 
 if TYPE_CHECKING:
     from ..engine.optimizer import OptimizerCore

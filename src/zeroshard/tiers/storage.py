@@ -35,10 +35,10 @@ from ..engine.tensor.state_column import StateColumn
 from ..engine.tensor.stretch import SplitStretch
 from ..errors import OffloadIOError
 from ..utils import torch_compat
+from ..utils.aligned import zeros
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import OVER, Then, Work
 from .estimate import PAGE_NBYTES
-from .io.aligned import zeros
 from .io.async_file import Engine, File, empty_aligned
 from .io.swap_folder import SwapFolder
 

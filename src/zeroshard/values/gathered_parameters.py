@@ -27,8 +27,8 @@ from ..engine.tensor.attributes import attributes_of, whole_now
 from ..engine.unit import Unit
 from ..engine.verbs import begin
 from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, ZeroshardError
-from ..guard.rank_consistency import host_bytes
 from ..utils import torch_compat
+from ..utils.aligned import host_bytes
 from ..utils.torch_compat import exchange
 from .init_context import BirthHome, cut_whole, whole_births, writes_of
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zeroshard.tiers.io import ALIGN, empty_aligned
-from zeroshard.tiers.io.aligned import way_mark
+from zeroshard.utils.aligned import way_mark
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 65535, 65536, 1_000_003, 5 << 20])

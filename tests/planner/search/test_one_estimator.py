@@ -11,6 +11,7 @@ from planned import hardware
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
+from zeroshard import auto_stage
 from zeroshard.cli import main
 from zeroshard.comm.fake import FakeComm, Imagination, imagination
 from zeroshard.config import Config, Tier
@@ -27,7 +28,6 @@ from zeroshard.planner.search.memory import memory_of
 from zeroshard.planner.search.profile import Profile
 from zeroshard.planner.search.requested import layout_of
 from zeroshard.planner.search.search import search
-from zeroshard.tiers import auto_stage
 
 SMALL = ["quickstart", "--ranks", "8", "--node-size", "4", "--seq", "64", "--hardware", "a100-40gb", "--precision", "bf16"]
 LAYOUTS = {

@@ -26,10 +26,10 @@ from ...engine.tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ...tiers.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
 from ...tiers.gradient_offload import NarrowRest
 from ...tiers.host_step import HostStepper
-from ...tiers.io.aligned import empty_aligned
 from ...tiers.io.async_file import Engine, Handle
 from ...tiers.slab_step import Job, SlabStepper, hashed_uniform
 from ...tiers.storage import SplitRest, Tiers
+from ...utils.aligned import empty_aligned
 from ..simulator.disk_bandwidth import hidden_file, noise
 
 _PROBE_S = 0.4

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...tiers.io.aligned import empty_aligned
 from ...tiers.io.async_file import Engine, File, open_file
+from ...utils.aligned import empty_aligned
 
 PHASES = ("write", "read", "both")
 NBYTES, REQUEST_NBYTES = 192 << 20, 16 << 20

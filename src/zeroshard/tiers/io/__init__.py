@@ -1,7 +1,7 @@
 """The engine of zs.io (zeroshard/io.py): direct reads and writes of files, beside computation."""
 
 from ...errors import OffloadIOError, SwapError
-from .aligned import ALIGN, empty_aligned
+from ...utils.aligned import ALIGN, empty_aligned
 from .async_file import Engine, File, Handle, Syscalls, open_file
 from .swap_folder import SwapFolder, measure
 

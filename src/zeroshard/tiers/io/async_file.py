@@ -41,8 +41,8 @@ from queue import SimpleQueue
 from torch import Tensor
 
 from ...errors import OffloadIOError, ZeroshardError
+from ...utils.aligned import ALIGN, bytes_of, empty_aligned, round_down, round_up
 from ...utils.work import Work
-from .aligned import ALIGN, bytes_of, empty_aligned, round_down, round_up
 from .filesystems import MEMORY_FILESYSTEMS, filesystem_of
 
 _AGAIN_S = 10.0  # time for which a call that returns EAGAIN is repeated

@@ -35,7 +35,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ...errors import SwapError
-from .aligned import empty_aligned, round_up
+from ...utils.aligned import empty_aligned, round_up
 from .async_file import Engine, File, Handle, open_file
 from .filesystems import MEMORY_FILESYSTEMS, filesystem_of
 

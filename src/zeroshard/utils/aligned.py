@@ -16,7 +16,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ...utils import torch_compat
+from . import torch_compat
 
 ALIGN = 4096  # a multiple of every usual logical block size
 _HUGE_NBYTES = 4 << 20  # two huge pages: a smaller block may contain no aligned one
@@ -153,3 +153,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if tensor.untyped_storage().nbytes() < end or not tensor.data_ptr():
         raise ValueError(f"expected a tensor that has its memory, got shape {tuple(tensor.shape)} without; was it released?")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's elements as bytes on the host: its own memory if it is contiguous there, else that of a copy."""
+    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

@@ -12,10 +12,10 @@ from ..engine.parameter import ParamSpec
 from ..engine.unit import ParamGroup
 from ..engine.user_hooks import ONE_OPTIMIZER, other_optimizers
 from ..errors import ConfigError
-from ..optim.lion import Lion
-from ..optim.step_probe import Sends, departure, sends
-from ..optim.whole_matrix import check_whole, declared
 from ..utils.torch_compat import post_accumulate_hooks
+from .lion import Lion
+from .step_probe import Sends, departure, sends
+from .whole_matrix import check_whole, declared
 
 # attribute by which torch.distributed.optim marks parameters that it steps in backward
 _IN_BACKWARD = "_in_backward_optimizers"

@@ -18,8 +18,8 @@ from ..engine.comm.pool import StagingPool
 from ..engine.comm.sums import exact_share
 from ..engine.flat_layout import round_up
 from ..engine.ledger import Ledger
-from ..packing.backend_sums import BackendSums
-from ..packing.hierarchical import all_reduce, buffers
+from .backend_sums import BackendSums
+from .hierarchical import all_reduce, buffers
 
 
 class ReplicatedComm(Wrapper):

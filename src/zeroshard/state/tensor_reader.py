@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...axes.tiled_parameter import Part
-from ...engine.tensor.chunks import Box
-from ...engine.tensor.state_column import StateColumn
-from .aligned import bytes_of
+from ..axes.tiled_parameter import Part
+from ..engine.tensor.chunks import Box
+from ..engine.tensor.state_column import StateColumn
+from ..utils.aligned import bytes_of
 
 CHUNK_NBYTES = 16 << 20  # number of bytes read, and converted, at a time
 _COMPARED_NUMEL = 1 << 20  # number of elements compared at a time
