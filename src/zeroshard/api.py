@@ -30,7 +30,7 @@ from .engine import hooks
 from .engine.auto_wrap import check_lazy, collect, device_of
 from .engine.ledger import Ledger
 from .engine.mixed_precision import Progress
-from .engine.optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
+from .engine.optimizer import OptimizerCore
 from .engine.parameter import ParamHome, ParamSpec
 from .engine.runtime import Runtime, runtime_of
 from .engine.shard_model import Inventory, build_units, open_tiers
@@ -41,6 +41,7 @@ from .errors import ConfigError, ZeroshardError
 from .guard.rank_consistency import agree_on_initial_values, check_same_model
 from .guard.shared_storage import check_sharing
 from .optim.late_optimizer import watch
+from .optim.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from .optim.take_over import TakeOver
 from .optim.validation import check_optimizer
 from .seam import Engine

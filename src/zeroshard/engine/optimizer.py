@@ -1,7 +1,6 @@
-"""The sharded optimizer: the user's optimizer object, which steps flat shards instead of parameters.
+"""The step of a sharded optimizer: flat shards are stepped in place of parameters, by an *inner* optimizer of the user's class.
 
-`zs.shard` changes the object's class, so that schedulers which refer to it keep working; its own class becomes an *inner*
-optimizer over runs (engine/runs.py). One step has three phases:
+The user's own object (optim/sharded_optimizer.py) calls it. One step has three phases:
 
     agree     local square sums -> global norm; non-finite anywhere: every rank skips
     update    scale (clip, loss scale), masters <- inner optimizer, parameters <- masters
@@ -16,30 +15,21 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.optim import lr_scheduler
 
 from ..config import Placement, Tier
-from ..errors import ConfigError, NonFiniteError, ShardedAccessError, ZeroshardError
-from ..guard.out_of_memory import telling
-from ..optim.lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
-from ..optim.validation import check_members
-from ..optim.whole_matrix import WholeStepper, whole_parameters
-from ..state.state_storage import WholeState
-from ..state.state_view import ParameterState, StateByParameter, load_state, state_by_param
-from ..tiers.cpu_kernels import matches
-from ..tiers.host_step import DelayedStep, HostStepper
-from ..tiers.slab_step import Job, SlabStepper
-from ..utils.torch_compat import OWN_UNSCALING
+from ..errors import NonFiniteError, ZeroshardError
 from .comm.messages import exchange_values
 from .gradient_account import Clipped
 from .inner_optimizer import Options, fresh, inner_copy, step_together
 from .ledger import OPTIMIZER, claimed
-from .parameter import ParamHome
 from .runs import Run, RunMaker, state_tensors
 from .runtime import Runtime
+from .steppers import Job, Steppers
 from .unit import ParamGroup
 from .verbs import begin
 
@@ -68,24 +58,49 @@ class StepRecord:
         return self.grad_norm * self.clip_coefficient
 
 
+class Tally:
+    """Counts of an optimizer's `step` calls and of its skipped steps, now and at each scheduler's last step.
+
+    holds: whether schedulers must not advance after skipped steps (Config.hold_schedulers).
+    """
+
+    def __init__(self, holds: bool) -> None:
+        self.holds = holds
+        self.asked = self.skipped = 0
+        self.scheduling = False  # True inside a scheduler's step: the schedulers that it chains then step without asking
+        self._seen: WeakKeyDictionary[lr_scheduler.LRScheduler, tuple[int, int]] = WeakKeyDictionary()
+
+    @property
+    def schedulers(self) -> list[lr_scheduler.LRScheduler]:
+        """The schedulers that have stepped since sharding, in the order of their first step."""
+        return list(self._seen)
+
+    def note(self, record: StepRecord) -> StepRecord:
+        """Count the step of a record, and return the record. A step without gradients does not count as skipped."""
+        self.asked += 1
+        self.skipped += record.skipped and not math.isfinite(record.grad_norm)
+        return record
+
+    def counts(self, scheduler: lr_scheduler.LRScheduler) -> bool:
+        """Return whether the scheduler may step: not if the optimizer has skipped every step since the scheduler's last one."""
+        asked, skipped = self._seen.get(scheduler, (0, 0))
+        self._seen[scheduler] = self.asked, self.skipped
+        return not self.holds or self.asked == asked or self.asked - asked > self.skipped - skipped
+
+
 class OptimizerCore:
     """The implementation of a sharded optimizer, found as `optimizer.core`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, runtime: Runtime, steppers: Steppers, check: Callable[[OptimizerCore], None]
+    ) -> None:
+        """check: raises ConfigError before a step whose parameter groups are not those that zs.shard has seen."""
         self.outer, self.runtime, self.comm, self.world = optimizer, runtime, runtime.comm, runtime.topology.world
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
         self.inner = inner_copy(optimizer)
-        self.maker = RunMaker(self.inner.state, runtime.tiers, whole_parameters(optimizer))
-        self.whole = WholeStepper(inner_copy(optimizer), runtime.tiers, self.replicated)
-        self.host: HostStepper | None = None
-        if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
-            given = runtime.config.offload_optimizer.fused  # whether the host steps with fused kernels; None: where it is best
-            fused = (runtime.tiers.separate or matches(optimizer)) if given is None else given
-            self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, fused)
-        self.device = SlabStepper(inner_copy(optimizer), runtime.tiers, matches(optimizer))
-        self.delayed: DelayedStep | None = None
-        if self.host is not None and runtime.config.delayed_update is not None:
-            self.delayed = DelayedStep(self.host)
+        self.maker = RunMaker(self.inner.state, runtime.tiers, steppers.alone)
+        self.whole, self.device, self.host, self.delayed = steppers.whole, steppers.device, steppers.host, steppers.delayed
+        self.check = check
         runtime.gate.delayed, runtime.gate.stepper = self.delayed, self.host
         self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
         self.parted = False  # True after a write to one parameter's state has split its run (state_view.py)
@@ -216,7 +231,7 @@ class OptimizerCore:
                 raise ZeroshardError(
                     f"optimizer.step() was called inside zs.gathered, with {unit.name} gathered: call it after that `with` block."
                 )
-        check_members(self.outer, self.members, runtime.groups)
+        self.check(self)
         runtime.flush()
         runtime.attendance.tell("step", plain_options(self.outer))
         self.last_step = self._agree_and_step()
@@ -449,118 +464,6 @@ class OptimizerCore:
         self.runs = []
 
 
-def homes_of(groups: list[Options]) -> list[ParamHome]:
-    """Return the homes of the parameters of sharded models in an optimizer's groups."""
-    homes = [getattr(param, "_home", None) for group in groups for param in group["params"]]
-    return [home for home in homes if isinstance(home, ParamHome) and home.group.runtime.built]
-
-
-def runtimes_of(groups: list[Options]) -> list[Runtime]:
-    """Return the runtimes of the sharded models whose parameters are in an optimizer's groups."""
-    return list({id(home.group.runtime): home.group.runtime for home in homes_of(groups)}.values())
-
-
-class OfShardedModel(torch.optim.Optimizer):
-    """Last base class of an optimizer of sharded parameters: a `zero_grad` of the user's class reaches this one by super()."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; with set_to_none=False, set existing ones to zero, and a step then uses the zeros."""
-        for runtime in self._runtimes():
-            runtime.zero_grad(set_to_none)
-        if not isinstance(self, ShardedOptimizer):  # it may hold other parameters, too
-            super().zero_grad(set_to_none)
-
-    def _runtimes(self) -> list[Runtime]:
-        return [self.core.runtime] if isinstance(self, ShardedOptimizer) else runtimes_of(self.param_groups)
-
-    def _leaves_scale_to_scaler(self) -> bool:
-        """Return False: torch's GradScaler is to unscale gradients itself, also for classes whose fused kernels would.
-
-        Raise ConfigError for a model whose loss zeroshard scales.
-        """
-        if any(runtime.progress.scaler is not None for runtime in self._runtimes()):
-            raise ConfigError(
-                "torch.amp.GradScaler beside precision='fp16', which scales the loss and skips steps by itself: leave the GradScaler "
-                "out, or give precision='fp32' to zs.shard and keep it, with torch.autocast(..., dtype=torch.float16)."
-            )
-        return False
-
-
-setattr(OfShardedModel, OWN_UNSCALING, property(OfShardedModel._leaves_scale_to_scaler, lambda self, value: None))
-
-
-def derived(cls: type, mixin: type) -> type:
-    """Return the subclass of an optimizer's class with a mixin: one for each class, under the class's name, which loggers show."""
-    bases = (mixin, cls, OfShardedModel)
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    subclasses: list[type] = cls.__subclasses__()
-    made = next((each for each in subclasses if each.__bases__ == bases), None)
-    return made or type(cls.__name__, bases, names)
-
-
-class ShardedOptimizer:
-    """Mixin that `shard_optimizer` adds to the class of the user's optimizer."""
-
-    core: OptimizerCore
-
-    @torch.optim.Optimizer.profile_hook_step
-    def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Take one step (collective). `last_step` has its record: norm, clip coefficient, skipped or not."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with telling(self.core.runtime, "the optimizer's step"):
-            self.core.step()
-        return loss
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch then does not wrap it again, and runs hooks once
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ShardedAccessError(
-            f"a sharded {type(self).__name__} can not be copied or pickled: this rank has slices of its states. Take "
-            "zs.full_optimizer_state_dict(model), on all ranks, and save what rank 0 gets; or use zs.save."
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state dict, as in torch. Writing into its dicts does not change the optimizer."""
-        found = super().state_dict()  # type: ignore[misc]
-        for key, entries in found["state"].items():
-            if isinstance(entries, ParameterState):
-                found["state"][key] = {k: v.plain() if isinstance(v, WholeState) else v for k, v in entries.items()}
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, as in torch: one of a plain optimizer, with whole tensors, or one of this sharded optimizer."""
-        super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]  # type: ignore[attr-defined]
-        given = state_dict["state"]
-        load_state(self.core, {id(p): given[n] for n, p in zip(names, params, strict=True) if n in given})
-
-    @property
-    def last_step(self) -> StepRecord | None:
-        """The record of the last step, None before the first."""
-        return self.core.last_step
-
-    @property
-    def state(self) -> StateByParameter:
-        """Optimizer states by parameter, tensors sharded; state_view.py describes writes to them."""
-        states = state_by_param(self.core, WholeState)
-        found = {param: ParameterState(entries).bind(self.core, param) for param, entries in states.items()}
-        return StateByParameter(found).bind(self.core)
-
-    @state.setter
-    def state(self, value: dict) -> None:
-        load_state(self.core, {id(param): entries for param, entries in value.items()})
-
-    def add_param_group(self, param_group: dict) -> None:
-        """Raise ConfigError: the flat buffers are laid out already."""
-        raise ConfigError(
-            "add_param_group() after zs.shard(): add the group before, or zs.close() the model and shard it with a new optimizer."
-        )
-
-
 _NOT_COPIED = {"core", "param_groups", "state", "step"}  # attributes of which outer and inner each keep their own
 
 
@@ -587,19 +490,3 @@ def take_options(optimizer: torch.optim.Optimizer, told: list[Options]) -> None:
                 mine.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(mine, tuple) else value
-
-
-def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch.optim.Optimizer:
-    """Make the user's optimizer object a sharded one, in place. Existing state is sharded, too."""
-    respect_skipped_steps()
-    given = {id(param): entries for param, entries in optimizer.state.items()}
-    core = OptimizerCore(optimizer, runtime)
-    wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's wrapper, which counts steps
-    optimizer.__dict__.pop("state")
-    optimizer.__class__ = derived(type(optimizer), ShardedOptimizer)
-    optimizer.core = core  # type: ignore[attr-defined]
-    if given:
-        load_state(core, given)
-    if wrapped is not None:
-        rewrap_for_schedulers(optimizer)
-    return optimizer

@@ -8,46 +8,12 @@ Schedulers of optimizers that are not sharded work as before.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import lr_scheduler
 
-if TYPE_CHECKING:
-    from ..engine.optimizer import StepRecord
-
-
-class Tally:
-    """Counts of an optimizer's `step` calls and of its skipped steps, now and at each scheduler's last step.
-
-    holds: whether schedulers must not advance after skipped steps (Config.hold_schedulers).
-    """
-
-    def __init__(self, holds: bool) -> None:
-        self.holds = holds
-        self.asked = self.skipped = 0
-        self.scheduling = False  # True inside a scheduler's step: the schedulers that it chains then step without asking
-        self._seen: WeakKeyDictionary[lr_scheduler.LRScheduler, tuple[int, int]] = WeakKeyDictionary()
-
-    @property
-    def schedulers(self) -> list[lr_scheduler.LRScheduler]:
-        """The schedulers that have stepped since sharding, in the order of their first step."""
-        return list(self._seen)
-
-    def note(self, record: StepRecord) -> StepRecord:
-        """Count the step of a record, and return the record. A step without gradients does not count as skipped."""
-        self.asked += 1
-        self.skipped += record.skipped and not math.isfinite(record.grad_norm)
-        return record
-
-    def counts(self, scheduler: lr_scheduler.LRScheduler) -> bool:
-        """Return whether the scheduler may step: not if the optimizer has skipped every step since the scheduler's last one."""
-        asked, skipped = self._seen.get(scheduler, (0, 0))
-        self._seen[scheduler] = self.asked, self.skipped
-        return not self.holds or self.asked == asked or self.asked - asked > self.skipped - skipped
+from ..engine.optimizer import Tally
 
 
 def respect_skipped_steps() -> None:

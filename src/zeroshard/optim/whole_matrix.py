@@ -29,6 +29,7 @@ from ..engine.comm.messages import exchange_values, sendable
 from ..engine.inner_optimizer import Options, State, fresh, step_alone
 from ..engine.parameter import ParamSpec
 from ..engine.runs import Run
+from ..engine.steppers import WholeStep
 from ..engine.tensor.state_column import is_column
 from ..errors import ConfigError
 from ..tiers.storage import Tiers
@@ -143,7 +144,7 @@ def _differs(after: object, before: object) -> bool:
     return after is not before
 
 
-class WholeStepper:
+class WholeStepper(WholeStep):
     """Steps the runs of whole parameters."""
 
     def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, replicated: bool) -> None:

@@ -32,11 +32,12 @@ from torch import Tensor
 from ..config import Offload, Tier
 from ..engine.comm.pool import Arena
 from ..engine.flat_layout import round_up
+from ..engine.steppers import DelayedUpdate, HostStep, Job
 from ..errors import ZeroshardError
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import Work
 from .cpu_kernels import stepping_threads
-from .slab_step import Job, Slab, SlabStepper
+from .slab_step import Slab, SlabStepper
 from .storage import PAGE_NBYTES, CodedRest, MemoryRest, Rest, SplitRest, Tiers
 
 _FLIGHT = 4  # most slabs, for each buffer, that are begun before they are stepped: the only limit for slabs that need no buffer
@@ -57,7 +58,7 @@ class _All(Work):
             part.wait()
 
 
-class HostStepper(SlabStepper):
+class HostStepper(SlabStepper, HostStep):
     """Steps the runs whose states rest on the host or on disk.
 
     Threads: one at a time, else ThreadsMet is raised: the rank's own thread or, during a delayed step, the thread of that step.
@@ -267,7 +268,7 @@ class HostStepper(SlabStepper):
         slab.parts, slab.buffer = {}, None
 
 
-class DelayedStep:
+class DelayedStep(DelayedUpdate):
     """Runs a HostStepper in a thread, one step at a time.
 
     Threads: the rank's own thread calls all methods. From `start` to the end of `wait`, only the step's thread uses the stepper,

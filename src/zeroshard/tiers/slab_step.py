@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..config import Tier
 from ..engine.flat_layout import round_up
-from ..engine.inner_optimizer import Options, State, fresh, step_alone
-from ..engine.runs import Run
+from ..engine.inner_optimizer import State, fresh, step_alone
+from ..engine.steppers import Job, SlabStep
 from ..engine.tensor.state_column import is_column
 from ..engine.tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ..utils import torch_compat
@@ -31,30 +31,6 @@ from .storage import CodedRest, MemoryRest, Rest, SplitRest, Tiers
 _STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # names of the parts of a slab that are not states
 _CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step has an overhead of some 0.15 ms
 _DEVICE_CHUNK_NUMEL = 1 << 24  # the same, on a device with a memory of its own
-
-
-@dataclass(eq=False)
-class Job:
-    """The step of one run, slab by slab.
-
-    options: those of the run's parameter group; attributes: numbers that the optimizer's class keeps as attributes; both with their
-    values before the step. gradient: where the gradient rests; the step multiplies it by `factor`. publish: whether the step also
-    writes the parameters. number: number of the step, on which stochastic rounding depends. after: the run's states after the step.
-    """
-
-    run: Run
-    options: Options
-    attributes: Options
-    gradient: Rest
-    factor: float = 1.0
-    publish: bool = True
-    number: int = 0
-    after: State = field(default_factory=dict)
-
-    @property
-    def fresh(self) -> bool:
-        """True in the first step of the run."""
-        return self.run.states.entries is None
 
 
 @dataclass(eq=False)
@@ -86,7 +62,7 @@ class Slab:
         return part
 
 
-class SlabStepper:
+class SlabStepper(SlabStep):
     """Steps slabs on the device: of each run whose states or masters rest there in another form than the optimizer steps, one slab.
 
     HostStepper cuts runs into smaller slabs, and stages those that rest where the host can not use them.

@@ -21,13 +21,14 @@ from ...config import Tier
 from ...engine.inner_optimizer import inner_copy
 from ...engine.optimizer import OptimizerCore
 from ...engine.runs import Run
+from ...engine.steppers import Job
 from ...engine.tensor.state_column import is_column
 from ...engine.tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ...tiers.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
 from ...tiers.gradient_offload import NarrowRest
 from ...tiers.host_step import HostStepper
 from ...tiers.io.async_file import Engine, Handle
-from ...tiers.slab_step import Job, SlabStepper, hashed_uniform
+from ...tiers.slab_step import SlabStepper, hashed_uniform
 from ...tiers.storage import SplitRest, Tiers
 from ...utils.aligned import empty_aligned
 from ..simulator.disk_bandwidth import hidden_file, noise
@@ -64,7 +65,9 @@ class Rehearsal:
         self.factor = 0.5 if clips and grads.departure is not None else 1.0
         separate = masters.stepped is not values.rest and not masters.split
         self.out = torch.zeros(numel, dtype=values.dtype, device="cpu") if separate else None
-        self.stepper: SlabStepper | None = core.host if run.offloaded else core.device if run.tensor is None else None
+        stepper = core.host if run.offloaded else core.device if run.tensor is None else None
+        assert stepper is None or isinstance(stepper, SlabStepper)
+        self.stepper = stepper
         self.threads = torch.get_num_threads() if self.stepper is None else self.stepper.threads
         self.kernel: Kernel | None = None
         self.chunk = _CHUNK_NUMEL
