@@ -5,11 +5,13 @@ model, optimizer = zs.shard(model, optimizer, stage=3)     # the one changed lin
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -32,12 +34,15 @@ from .engine.ledger import Ledger
 from .engine.mixed_precision import Progress
 from .engine.optimizer import OptimizerCore
 from .engine.parameter import ParamHome, ParamSpec
+from .engine.rest import Tiers
 from .engine.runtime import Runtime, runtime_of
-from .engine.shard_model import Inventory, build_units, open_tiers
+from .engine.shard_model import Inventory, ModelLayout, build_units
 from .engine.tensor.sharded_tensor import ShardedTensor
 from .engine.unit import Phase
 from .engine.verbs import begin
 from .errors import ConfigError, ZeroshardError
+from .formats.state_plans import state_plans
+from .guard.out_of_memory import telling_shortage
 from .guard.rank_consistency import agree_on_initial_values, check_same_model
 from .guard.shared_storage import check_sharing
 from .optim.late_optimizer import watch
@@ -48,6 +53,7 @@ from .seam import Engine
 from .state.parameter_access import whole_states
 from .state.slices import named_parts
 from .state.state_view import state_by_param
+from .tiers.room import check_room, farther, given_back_by, needs_of, open_tiers
 from .utils.module_names import own_name
 from .values import init_context
 from .values.closing import close as close
@@ -175,7 +181,7 @@ def _shard(
     agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers, divided=divided)
     made_on_meta = {name for name, param in model.named_parameters() if param.is_meta}
 
-    inventory = Inventory.of(model, config, specs, optimizer)
+    inventory = Inventory.of(model, config, specs, state_plans(config, optimizer, specs), optimizer)
 
     # lay out, build buffers, place parameters in them; from here on the model changes
     local.keep()
@@ -188,7 +194,9 @@ def _shard(
         )
     comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts, axes.divided)
     layout = inventory.lay_out(config, comms)
-    runtime = Runtime(model, config, comms, tiers, progress, lambda runtime: build_units(runtime, optimizer, layout))
+    units = {unit.name: unit.specs for unit in inventory.units}
+    rooms = telling_shortage(model, config, ledger, group, "zs.shard", units), _room(layout, tiers, optimizer)
+    runtime = Runtime(model, config, comms, tiers, progress, lambda runtime: build_units(runtime, optimizer, layout, rooms))
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
     object.__setattr__(model, "_zeroshard", runtime)
@@ -203,6 +211,19 @@ def _shard(
     if optimizer is not None:
         runtime.sharded_optimizer = shard_optimizer(optimizer, runtime)
     watch()
+
+
+@contextlib.contextmanager
+def _room(layout: ModelLayout, tiers: Tiers, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Context in which units are built: raise, on every rank, HostMemoryError or SwapError if they do not fit (collective)."""
+    config, units = layout.config, layout.inventory.units
+    given_back = 0 if tiers.comm.imagined else given_back_by([spec for unit in units for spec in unit.specs], optimizer)
+    try:
+        check_room(config, tiers, partial(needs_of, layout), "zs.shard", partial(farther, layout), given_back)
+    except BaseException:
+        tiers.close()
+        raise
+    yield
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

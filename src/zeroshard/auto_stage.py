@@ -23,7 +23,9 @@ from .engine.comm.messages import exchange_values
 from .engine.parameter import ParamSpec
 from .engine.shard_model import Inventory
 from .errors import ConfigError, ZeroshardError
+from .formats.state_plans import state_plans
 from .tiers.host_memory import limits
+from .tiers.room import held_by
 from .utils import torch_compat
 from .utils.host import host_identity
 from .utils.tensor_tree import find_tensors
@@ -60,7 +62,7 @@ def choose(
     activations = f"beside {_gib(kept or 0)} of activations"
     if kept is None:
         activations = "with a third left for activations (pass sample= to measure them)"
-    inventory = Inventory.of(model, config, specs, optimizer)
+    inventory = Inventory.of(model, config, specs, state_plans(config, optimizer, specs), optimizer)
     tried: list[str] = []
     for stage, tiers in CHOICES:
         if (comm.world_size == 1) != (stage == 0) and set(tiers) == {Tier.DEVICE}:
@@ -114,7 +116,7 @@ def _held(inventory: Inventory, config: Config, comm: DirectComm, parts: Parts |
     near, separate = comm.nodes.count(comm.nodes[comm.rank]), comm.streams.separate_host
     comms = imagined_topology(config, comm.world_size, near, separate, comm.copies, parts)
     found: dict[Tier, int] = {Tier.DEVICE: 0}
-    for (_, planned, _), nbytes in inventory.lay_out(config, comms).held().items():
+    for (_, planned, _), nbytes in held_by(inventory.lay_out(config, comms)).items():
         tier = Tier.DEVICE if planned is Tier.HOST and not separate else planned
         found[tier] = found.get(tier, 0) + nbytes
     return found

@@ -43,9 +43,9 @@ from zeroshard.comm import backend_select
 from zeroshard.comm.launch import free_port, run_processes
 from zeroshard.engine.comm.streams import Streams
 from zeroshard.engine.ledger import Ledger
+from zeroshard.engine.rest import Links
 from zeroshard.testing import run_threads
 from zeroshard.tiers.io.async_file import Syscalls
-from zeroshard.tiers.storage import Links
 from zeroshard.utils.saved_tensors import Saved
 
 

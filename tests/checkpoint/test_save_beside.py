@@ -19,8 +19,8 @@ from recording_streams import RecordingStreams
 import zeroshard as zs
 from zeroshard.checkpoint.writing import Save, Writing
 from zeroshard.engine.comm.messages import encode
+from zeroshard.engine.rest import MemoryRest
 from zeroshard.testing import run_threads
-from zeroshard.tiers.storage import MemoryRest
 
 MODEL = seeded(lambda: Language(tied=True))
 BATCHES = [step[0] for step in token_batches(4, 1, 2, 11)]

@@ -19,18 +19,19 @@ import zeroshard as zs
 from zeroshard.comm import backend_select, launch
 from zeroshard.comm.launch import run_processes
 from zeroshard.config import Tier
-from zeroshard.engine import shard_model
 from zeroshard.engine.comm.pool import BufferPool
 from zeroshard.engine.ledger import Ledger
 from zeroshard.engine.runtime import runtime_of
+from zeroshard.engine.sizes import BUFFERS
 from zeroshard.errors import HostMemoryError
+from zeroshard.formats import state_plans
 from zeroshard.testing import run_threads
-from zeroshard.tiers import host_memory
-from zeroshard.tiers.estimate import BUFFERS, Need, shortage
+from zeroshard.tiers import host_memory, room
+from zeroshard.tiers.estimate import Need, shortage
 from zeroshard.tiers.gradient_offload import NarrowRest
 from zeroshard.tiers.host_memory import Limit
 from zeroshard.tiers.io.swap_folder import SwapFolder
-from zeroshard.tiers.storage import Tiers
+from zeroshard.tiers.storage import FurtherTiers
 from zeroshard.utils import aligned
 from zeroshard.utils.aligned import empty_aligned
 
@@ -123,7 +124,7 @@ def test_states_are_foreseen(cls):
     for options in OPTIMIZERS[cls]:
         param = nn.Parameter(torch.ones(7))
         optimizer = cls([param], lr=0.1, **options)
-        foreseen = shard_model.state_plans(zs.Config(), optimizer, [])
+        foreseen = state_plans.state_plans(zs.Config(), optimizer, [])
         param.grad = torch.ones(7)
         optimizer.step()
         made = [name for name, value in optimizer.state[param].items() if getattr(value, "shape", None) == param.shape]
@@ -152,7 +153,7 @@ def seen_by(monkeypatch: pytest.MonkeyPatch) -> list[Need]:
         seen[:] = seen or everyone
         return shortage(everyone, config)
 
-    monkeypatch.setattr(shard_model, "shortage", look)
+    monkeypatch.setattr(room, "shortage", look)
     return seen
 
 
@@ -183,7 +184,7 @@ def test_b23_what_is_foreseen_is_what_is_taken(name, separate, tmp_path, monkeyp
 
 
 def short_of(monkeypatch: pytest.MonkeyPatch, nbytes: int, **options) -> None:
-    monkeypatch.setattr(shard_model, "limits", lambda: [Limit("cgroup /somewhere", nbytes, "raise the memory limit", **options)])
+    monkeypatch.setattr(room, "limits", lambda: [Limit("cgroup /somewhere", nbytes, "raise the memory limit", **options)])
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -374,7 +375,7 @@ def test_a_narrow_gradient_reads_and_writes_like_any_other(strict_device):
     def rank_run(rank: int) -> None:
         strict_device(rank, True)
         comm = backend_select._local.comm
-        tiers = Tiers(comm, Ledger())
+        tiers = FurtherTiers(comm, Ledger())
         rest = NarrowRest(torch.full((8,), 7.0), tiers, torch.bfloat16)
         rest.narrow.copy_(torch.arange(8))
         rest.is_narrow = True

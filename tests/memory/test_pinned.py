@@ -124,7 +124,7 @@ def test_activation_memory_is_given_back_after_its_copies(tmp_path, monkeypatch)
     """What lies beyond the arena, the arena when it grows, and at the end; used once and never used."""
     streams = Behind()
     monkeypatch.setattr("zeroshard.activations.checkpoint.streams_for", lambda device: streams)
-    monkeypatch.setattr("zeroshard.tiers.storage.empty_aligned", streams.allocate)
+    monkeypatch.setattr("zeroshard.engine.rest.empty_aligned", streams.allocate)
     gc.collect()
     model = activator(tmp_path)(seeded(lambda: Stack(8)), "cpu")
     for rows in (2, 4, 8):

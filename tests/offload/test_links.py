@@ -8,7 +8,7 @@ from zeroshard.comm.fake import Watcher
 from zeroshard.config import Tier
 from zeroshard.engine.comm.streams import Streams
 from zeroshard.engine.ledger import Ledger
-from zeroshard.tiers.storage import Links
+from zeroshard.engine.rest import Links
 from zeroshard.utils.work import OVER
 
 CPU = torch.device("cpu")

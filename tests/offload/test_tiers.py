@@ -47,8 +47,8 @@ import zeroshard as zs
 from zeroshard.engine.comm.pool import BufferPool
 from zeroshard.testing import run_threads
 from zeroshard.tiers import host_step as offloaded_step
-from zeroshard.tiers.gradient_offload import Departure
-from zeroshard.tiers.storage import Tiers
+from zeroshard.tiers.gradient_offload import GradientOffload
+from zeroshard.tiers.storage import FurtherTiers
 
 # -- ranks that do not share memory --------------------------------------------------------------------------------
 
@@ -127,17 +127,17 @@ def _without_upload_joins(monkeypatch) -> None:
 
 
 def _without_fetch_joins(monkeypatch) -> None:
-    plain = Tiers.fetch
+    plain = FurtherTiers.fetch
 
     def fetch(self, rest, out, wait):
         pending = plain(self, rest, out, wait)
         return None if pending is None else Unordered(pending)
 
-    monkeypatch.setattr(Tiers, "fetch", fetch)
+    monkeypatch.setattr(FurtherTiers, "fetch", fetch)
 
 
 def _without_waits_for_gradients(monkeypatch) -> None:
-    monkeypatch.setattr(Departure, "settle", lambda self: setattr(self, "_under_way", None))
+    monkeypatch.setattr(GradientOffload, "settle", lambda self: setattr(self, "_under_way", None))
 
 
 def _without_waits_for_reads(monkeypatch) -> None:

@@ -32,11 +32,12 @@ from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.comm.transport import ProcessTransport, ThreadTransport, ThreadWorld
 from zeroshard.config import Offload, Tier
 from zeroshard.engine.ledger import STAGING, Ledger
+from zeroshard.engine.rest import Rest, Tiers
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
 from zeroshard.tiers import storage
 from zeroshard.tiers.io import async_file, swap_folder
-from zeroshard.tiers.storage import Rest, Tiers
+from zeroshard.tiers.storage import FurtherTiers
 
 pytestmark = pytest.mark.limit(30)
 MODEL = seeded(lambda: OddGPT(dim=24, layers=4))
@@ -173,7 +174,7 @@ def test_wrong_bytes_are_noticed_by_checksum(tmp_path):
 
 def rest_on_disk(path: Path) -> tuple[Tiers, Rest, Faulty]:
     """Eight pages of fp32 on disk, without a model."""
-    owner = Tiers(SharedComm(ThreadTransport(ThreadWorld(1), 0), torch.device("cpu")), Ledger())
+    owner = FurtherTiers(SharedComm(ThreadTransport(ThreadWorld(1), 0), torch.device("cpu")), Ledger())
     place = offload("nvme", str(path))
     owner.open_folder(place)
     (folder,) = owner._folders.values()
@@ -197,7 +198,7 @@ def test_a_failed_write_that_nobody_waited_for_is_no_secret(tmp_path, faulty):
 def test_values_of_another_dtype_are_converted_in_a_few_pieces(tmp_path):
     """From any element on, also where a page begins elsewhere; memory for it is constant, and gone afterwards."""
     ledger, numel = Ledger(), 3 * storage._PIECES * storage._PIECE_NBYTES // 4 + 77
-    owner = Tiers(SharedComm(ThreadTransport(ThreadWorld(1), 0), torch.device("cpu")), ledger)
+    owner = FurtherTiers(SharedComm(ThreadTransport(ThreadWorld(1), 0), torch.device("cpu")), ledger)
     place = offload("nvme", str(tmp_path))
     owner.open_folder(place)
     rest, source = owner.rest("states", place, numel + 1025, torch.float32), torch.randn(numel).bfloat16()

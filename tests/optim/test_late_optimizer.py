@@ -19,11 +19,11 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
-from zeroshard.engine import shard_model
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.formats.state_codecs import coded_column
 from zeroshard.optim import late_optimizer
 from zeroshard.testing import run_threads
+from zeroshard.tiers import room
 from zeroshard.tiers.host_memory import Limit
 
 
@@ -491,17 +491,17 @@ def test_states_whose_form_must_be_known_when_parameters_are_laid_out():
 @ALL_STAGES
 def test_memory_is_checked_before_the_first_step(stage, monkeypatch):
     """zs.shard(model) can not count states of which it does not know; the first step does, and a loaded state is there already."""
-    limits, states = shard_model.limits, 8 * sum(p.numel() for p in MODEL.parameters())
+    limits, states = room.limits, 8 * sum(p.numel() for p in MODEL.parameters())
 
     def rank_run(rank):
         model, optimizer = sharded(stage)
         backward(model, [DATA[0][0][rank]])
         runtime_of(model).comm.exchange(b"", "all are sharded")
-        monkeypatch.setattr(shard_model, "limits", lambda: [Limit("RAM", states - 1, "more of it")])
+        monkeypatch.setattr(room, "limits", lambda: [Limit("RAM", states - 1, "more of it")])
         with pytest.raises(zs.HostMemoryError, match=r"(?s)Nothing was allocated.*optimizer states  .*more of it"):
             optimizer.step()
         runtime_of(model).comm.exchange(b"", "all have failed")
-        monkeypatch.setattr(shard_model, "limits", limits)
+        monkeypatch.setattr(room, "limits", limits)
         optimizer.step()
         assert not optimizer.last_step.skipped
 

@@ -9,8 +9,8 @@ from offloading import tiers
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.engine.rest import Rest
 from zeroshard.testing import run_threads
-from zeroshard.tiers.storage import Rest
 
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8))

@@ -18,13 +18,16 @@ from zeroshard.engine.ledger import GRADIENTS, MASTERS, PARAMETERS
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.engine.shard_model import Inventory
 from zeroshard.errors import ConfigError, ModelClosed, ZeroshardError
+from zeroshard.formats.state_plans import state_plans
 from zeroshard.testing import run_threads
+from zeroshard.tiers.room import needs_of
 
 MODEL = seeded(lambda: OddGPT(dim=16, layers=2, tied=True))
 
 
 def inventory_of(model: nn.Module, config: Config) -> Inventory:
-    return Inventory.of(model, config, collect(model, config), adamw(model.parameters()))
+    specs, optimizer = collect(model, config), adamw(model.parameters())
+    return Inventory.of(model, config, specs, state_plans(config, optimizer, specs), optimizer)
 
 
 def topology(ranks: int) -> Topology:
@@ -46,18 +49,18 @@ def test_one_inventory_is_laid_out_for_many_configurations_and_none_changes_anot
     inventory, comms = inventory_of(model, low), topology(4)
     before = {name: (id(param), param.data_ptr(), type(param)) for name, param in model.named_parameters()}
     first = inventory.lay_out(low, comms)
-    known, bytes_before = content(first), first.needs()
+    known, bytes_before = content(first), needs_of(first)
     stepped_on_host = dataclasses.replace(low, offload_optimizer="cpu", offload_path="/")
     others = [
         inventory.lay_out(config, comms) for config in (Config(stage=0), Config(stage=1, precision="bf16"), stepped_on_host)
     ]
-    assert content(first) == known == content(inventory.lay_out(low, comms)) and first.needs() == bytes_before
+    assert content(first) == known == content(inventory.lay_out(low, comms)) and needs_of(first) == bytes_before
     assert before == {name: (id(param), param.data_ptr(), type(param)) for name, param in model.named_parameters()}
     assert any(group.sizes.whole for group in first.groups), "vectors of 16 elements stay whole at stage 3 ..."
     assert not any(group.sizes.whole for layout in others[:2] for group in layout.groups), "... where others are sharded"
     frozen = [group for group in first.groups if not group.specs[0].requires_grad]
     assert frozen and all(group.sizes.gradient is group.sizes.master is None for group in frozen)
-    assert others[2].needs()[MASTERS, Tier.HOST, None] == first.needs()[MASTERS, Tier.DEVICE, None]
+    assert needs_of(others[2])[MASTERS, Tier.HOST, None] == needs_of(first)[MASTERS, Tier.DEVICE, None]
     for thing, field in (
         (first, "config"),
         (first.groups[0], "layout"),
@@ -95,7 +98,7 @@ def test_units_groups_and_the_ledger_are_as_laid_out(options, monkeypatch):
                 assert [spec.name for spec in group.specs] == [spec.name for spec in given.specs]
                 assert group.values.dtype == given.sizes.dtype and group.gradients.dtype == given.sizes.gradient
                 assert all(spec.original is param for spec, param in zip(group.specs, group.params, strict=True))
-        held, needs = runtime.tiers.ledger.now, layout.needs()
+        held, needs = runtime.tiers.ledger.now, needs_of(layout)
         for category in (PARAMETERS, GRADIENTS, MASTERS):
             assert held[category] == needs.get((category, Tier.DEVICE, None), 0), category
         zs.close(model)

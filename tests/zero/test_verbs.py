@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import zeroshard as zs
+from zeroshard.engine.rest import PARTS
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.engine.verbs import VERBS
-from zeroshard.tiers.moved_states import PARTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
 

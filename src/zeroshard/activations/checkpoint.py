@@ -36,10 +36,10 @@ from ..config import Offload, Tier, Units
 from ..engine.auto_wrap import find_blocks
 from ..engine.comm.streams import streams_for
 from ..engine.ledger import Ledger
+from ..engine.rest import Links
 from ..errors import ConfigError, ZeroshardError
 from ..seam import find_engine
 from ..tiers.offload_states import Spare
-from ..tiers.storage import Links
 from ..utils import torch_compat
 from ..utils.saved_tensors import Outer
 from ..utils.tensor_tree import find_tensors

@@ -27,10 +27,10 @@ from torch import Tensor
 from ..config import Offload, Tier
 from ..engine.comm.pool import BufferPool
 from ..engine.ledger import making
+from ..engine.rest import Links
 from ..errors import SwapError
 from ..tiers.io.async_file import ALIGN, Engine, File
 from ..tiers.io.swap_folder import SwapFolder
-from ..tiers.storage import Links
 from ..utils.host import ranks_here
 from ..utils.work import OVER, Then, Work
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from ..config import Tier
 from ..engine.comm.pool import BufferPool
 from ..engine.ledger import Ledger
+from ..engine.rest import Tiers
 from ..engine.tensor.chunks import Box
 from ..errors import ConfigError
-from ..tiers.storage import Tiers
 from .dcp import ALIGN, archived, frame
 from .file_writer import BUFFER_NBYTES, Elements, Range
 from .state_map import Contents, Entry

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ..config import Config, Tier
-from ..tiers.estimate import rests_away
-from ..tiers.storage import Tiers
 from ..utils.work import Work
 from .comm.base import Collective, Comm, Region
 from .comm.pool import StagingPool
 from .flat_layout import FlatLayout
 from .ledger import GATHERED, PARAMETERS, claimed
 from .release import take_again
+from .rest import Tiers
+from .sizes import rests_away
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:

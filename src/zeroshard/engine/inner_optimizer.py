@@ -27,6 +27,12 @@ def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner
 
 
+def optimizer_groups(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
+    """Return id of each parameter -> index of its optimizer group."""
+    groups = optimizer.param_groups if optimizer is not None else ()
+    return {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+
+
 def fresh(settings: Options) -> Options:
     """Return a copy of settings for the step of one chunk, since the optimizer's class may write into them."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}

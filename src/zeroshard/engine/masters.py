@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..config import Placement
-from ..tiers.storage import Rest, SplitRest
 from ..utils import torch_compat
 from .flat_layout import round_up
+from .rest import Rest, SplitRest
 
 if TYPE_CHECKING:
     from .unit import ParamGroup

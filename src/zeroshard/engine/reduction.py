@@ -37,8 +37,6 @@ from ..config import Config, Placement, Tier
 from ..errors import ModelChanged
 from ..guard.attendance import Attendance
 from ..guard.model_changes import Freezing
-from ..tiers.gradient_offload import Departure, narrowed
-from ..tiers.storage import Rest, Tiers
 from ..utils import torch_compat
 from ..utils.work import pause
 from .comm.base import Collective, Comm, DirectComm, Region
@@ -46,6 +44,7 @@ from .comm.pool import StagingPool
 from .flat_buffer import slot_views
 from .flat_layout import FlatLayout
 from .ledger import GRADIENTS, PARTIAL, claimed
+from .rest import Rest, Tiers
 from .tensor.sharded_tensor import clear_local_grad, local_grad
 from .unit import ParamGroup, Unit
 
@@ -365,10 +364,7 @@ class GradientBuffer:
         comm.reserve_slices(layout.shard_numel, send_dtype)
         if self.replicated:
             comm.reserve(0, layout.shard_numel, dtype)
-        self.departure: Departure | None = None
-        if not self.rest.resident:
-            self.rest = narrowed(self.rest, tiers, send_dtype)
-            self.departure = Departure(self.rest, tiers, send_dtype)
+        self.rest, self.departure = tiers.departure(self.rest, send_dtype)
         self.factor = 1.0  # of clipping and loss scale: still to be applied to a shard that is offloaded or narrower than fp32
         self.direct = self.region is not None and dtype == send_dtype  # the buffer at rest is the send buffer
         self.reduced = False
@@ -600,7 +596,7 @@ class GradientBuffer:
         self.land()
         if self.twin is None:
             twin = self.tiers.rest(GRADIENTS, self.offload, self.rest.numel, self.dtype)
-            self.twin = narrowed(twin, self.tiers, self.send_dtype)
+            self.twin, _ = self.tiers.departure(twin, self.send_dtype)
         given = self.rest
         if self.region is None:
             self.rest, self.twin = self.twin, self.rest

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..config import Tier
 from ..state.state_storage import hashable
-from ..tiers.storage import CodedRest, Rest, Tiers
 from .inner_optimizer import State, fresh
 from .ledger import OPTIMIZER
+from .rest import CodedRest, Rest, Tiers
 from .tensor.state_column import is_column
 from .unit import ParamGroup
 

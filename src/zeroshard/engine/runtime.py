@@ -26,8 +26,6 @@ from ..config import Config
 from ..errors import ModelClosed, ShardedAccessError, ZeroshardError
 from ..guard.attendance import Attendance
 from ..guard.model_changes import Freezing, ModelWatch, ValueWatch
-from ..tiers.moved_states import MovedStates
-from ..tiers.storage import Tiers
 from ..utils import torch_compat
 from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
 from ..utils.garbage import collect_garbage
@@ -38,6 +36,7 @@ from .mixed_precision import Progress
 from .parameter import ParamHome
 from .prefetch import Prefetcher
 from .reduction import Agreed, Reductions
+from .rest import Tiers
 from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
 from .tensor.sharded_tensor import ShardedTensor
@@ -82,7 +81,7 @@ class Runtime:
         """Call `build` for the units, which belong to this runtime. `comm` are the data-parallel ranks (`topology.control`)."""
         self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
         self.comm = topology.control
-        self.moved = MovedStates(tiers)
+        self.moved = tiers.away
         self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
         self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # made since zs.shard and not used yet (optim/late_optimizer.py)
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way

@@ -7,101 +7,39 @@ the sharded parameter, and its old tensor becomes the compute parameter over the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..axes.topology import Topology, needed
+from ..axes.topology import Topology
 from ..config import Config, Offload, Placement, Tier
-from ..errors import ConfigError, HostMemoryError, OffloadIOError, did_you_mean
-from ..formats.state_codecs import Formats
-from ..guard.out_of_memory import FAILURES, tell_shortage
-from ..guard.rank_consistency import optimizer_groups
+from ..errors import OffloadIOError
 from ..packing.compressed import CompressedGathers
-from ..tiers.estimate import BUFFERS, Buffers, Group, Need, Place, needs, rests_away, shortage
-from ..tiers.host_memory import keep_freed_memory, limits
-from ..tiers.storage import Rest, SplitRest, Tiers
 from ..utils import torch_compat
-from ..utils.host import host_identity
-from ..utils.state_format import StateFormat
 from ..utils.torch_compat import carry_hooks, swap
-from .auto_wrap import ROOT, UnitPlan, partition
-from .comm.base import Comm, DirectComm
-from .comm.messages import exchange_values
+from .auto_wrap import UnitPlan, partition
+from .comm.base import Comm
 from .comm.pool import BufferPool, StagingPool
 from .flat_buffer import ParameterBuffer
 from .flat_layout import ALIGNMENT, FlatLayout, round_up
-from .ledger import GATHERED, GRADIENTS, MASTERS, Ledger
+from .inner_optimizer import optimizer_groups
+from .ledger import MASTERS
 from .parameter import ParamSpec
-from .prefetch import most_gathered
 from .reduction import GradientBuffer
+from .rest import Rest, SplitRest
+from .sizes import Buffers, Group, rests_away
 from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
-from .tensor.state_column import StateColumn, StatePlan, declared_columns
+from .tensor.state_column import StatePlan
 from .unit import ParamGroup, Unit
 from .user_hooks import adopt
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-
-_ADAM = ("exp_avg", "exp_avg_sq")
-# names of states as large as the parameter, by class of optimizer (subclasses included) and its options
-_COLUMNS: dict[str, Callable[[dict], tuple[str, ...]]] = {
-    "Adagrad": lambda options: ("sum",),
-    "ASGD": lambda options: ("ax",),
-    "Lion": lambda options: ("exp_avg",),
-    "Muon": lambda options: ("momentum_buffer",) if options.get("use_muon", True) else _ADAM,
-    "SGD": lambda options: ("momentum_buffer",) * (options.get("momentum", 0) != 0),
-    "RMSprop": lambda options: (
-        "square_avg",
-        *("momentum_buffer",) * (options.get("momentum", 0) > 0),
-        *("grad_avg",) * bool(options.get("centered")),
-    ),
-    "Adam": lambda options: _ADAM + ("max_exp_avg_sq",) * bool(options.get("amsgrad")),
-    "AdamW": lambda options: _ADAM + ("max_exp_avg_sq",) * bool(options.get("amsgrad")),
-}
-
-
-def state_plans(config: Config, optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> dict[int, StatePlan]:
-    """Return id of each parameter -> its plan of states; for an unknown class, two of a first step's states.
-
-    Without an optimizer only `optimizer_states` plans any: those of an optimizer that is made later, of a class not yet known. Raise
-    ConfigError if `optimizer_states` names a state that a known class does not keep.
-    """
-    known = next((_COLUMNS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _COLUMNS), None)
-    declared, given = tuple(declared_columns(optimizer).values()), config.optimizer_states
-    by_name = tuple(given.items()) if isinstance(given, Mapping) else ()
-    others = given if isinstance(given, StateFormat) else None
-    spec_of = {id(spec.original): spec for spec in specs}
-    plans: dict[int, StatePlan] = {}
-    later = [{"params": [spec.original for spec in specs if spec.requires_grad]}] if given is not None else []
-    for group in later if optimizer is None else optimizer.param_groups:
-        unknown = tuple(column.name for column in declared) or (*dict(by_name), "", "")[: max(2, len(by_name))]
-        names = known(group) if known is not None else unknown
-        for name, _ in by_name:
-            if known is not None and name not in names:
-                raise ConfigError(
-                    f"optimizer_states: {type(optimizer).__name__} keeps {', '.join(names) or 'no such states'}, not {name!r}."
-                    f"{did_you_mean(name, names)}"
-                )
-        for param in group["params"]:
-            spec = spec_of.get(id(param))
-            kept = [] if spec is None else [(name, form) for name, form in by_name if not _spared(form, spec)]
-            rest = None if others is None or spec is None or _spared(others, spec) else others
-            codes = any(form.format != "fp32" for form in (*dict(kept).values(), *filter(None, (rest,))))
-            make = Formats(declared, tuple(kept), rest) if declared or codes else None
-            plans[id(param)] = StatePlan(tuple(StateColumn(n) if make is None else make(n) for n in names), make)
-    return plans
-
-
-def _spared(form: StateFormat, spec: ParamSpec) -> bool:
-    """Return whether a parameter keeps fp32 states: a small one, no matrix, one that the format exempts, or an embedding."""
-    embeds = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module, _ in spec.owners)
-    embeds |= getattr(spec.original, "unit_of_its_own", False)  # tied to another pipeline stage's, which may be an embedding
-    return embeds or form.spares(spec.whole_name, math.prod(spec.whole_shape), len(spec.whole_shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +71,15 @@ class Inventory:
     group_of: dict[int, int]
 
     @classmethod
-    def of(cls, model: nn.Module, config: Config, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> Inventory:
-        """Partition a model into units. Raise ConfigError for an option that names no module of it, or no state of its optimizer."""
-        states = state_plans(config, optimizer, specs)
+    def of(
+        cls,
+        model: nn.Module,
+        config: Config,
+        specs: list[ParamSpec],
+        states: dict[int, StatePlan],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> Inventory:
+        """Partition a model into units. Raise ConfigError for an option that names no module of it."""
         return cls(partition(model, config, specs), states, optimizer_groups(optimizer))
 
     def lay_out(self, config: Config, topology: Topology) -> ModelLayout:
@@ -225,41 +169,6 @@ class ModelLayout:
         members = [(each, [group.sizes for group in self.groups if group.topology is each]) for each in (self.topology, *divided)]
         return [(topology, Buffers.of(self.config, self.separate, groups)) for topology, groups in members]
 
-    def needs(self) -> dict[Place, int]:
-        """Return the bytes that this rank will hold, without gathered units."""
-        groups = [(group, (group.sizes.shard_numel, group.sizes.dtype)) for group in self.groups]
-        found = needs(self.config, self.separate, [group.sizes for group, _ in groups])
-        if not self.inventory.states:  # no optimizer: gradients on the device take no memory before the first backward
-            found.pop((GRADIENTS, Tier.DEVICE, None), None)
-        # secondary shards, partial sums between hops, quantized buffers, and quantization errors that are kept
-        values = [(group.values, shard) for group, shard in groups]
-        trained = [(group.gradients, shard) for group, shard in groups if group.sizes.gradient is not None]
-        beside = needed(values, [(comm, (numel, self.config.sent_dtype(dtype))) for comm, (numel, dtype) in trained])
-        found[BUFFERS, Tier.DEVICE, None] = beside + sum(sizes.device_nbytes for _, sizes in self.buffers())
-        return found
-
-    def held(self) -> dict[Place, int]:
-        """Return the bytes that this rank will hold, gathered units included."""
-        found, config, shards = self.needs(), self.config, self.topology.shards
-        away = rests_away(config.offload_param.tier, self.separate)
-        mapped = shards.copies and config.map_shared and not away
-        if config.row.parameter is Placement.SHARDED and shards.world_size > 1 and not mapped:
-            sizes = [[group.sizes for group in groups if not group.sizes.whole] for groups in self.units]
-            numbered = zip(self.inventory.units, sizes, strict=True)
-            nbytes = {unit.name: sum(each.numel * each.dtype.itemsize for each in groups) for unit, groups in numbered}
-            order, limit = [name for name in nbytes if name != ROOT], config.prefetch_limit_nbytes
-            found[GATHERED, Tier.DEVICE, None] = nbytes.get(ROOT, 0) + most_gathered(order, nbytes, limit and (not away) * limit)
-        return found
-
-    def farther(self, on_host: set[Tier]) -> Iterator[tuple[dict[str, object], dict[str, int]]]:
-        """Yield the options that lead to higher stages and further tiers, with what a rank would hold of the host's memory then."""
-        for options in self.config.farther():
-            try:
-                config = replace(self.config, offload_path=self.config.offload_path or ".", **options)
-            except ConfigError:  # it conflicts with another option
-                continue
-            yield options, Need.of(self.inventory.lay_out(config, self.topology).needs(), on_host, 0, []).parts
-
     def exceptions(self) -> Iterator[str]:
         """Yield, for the report, what is exempt from quantization, and the parameters that stay whole though others are sharded."""
         groups, weights, sent = self.groups, self.topology.weights, self.topology.sent
@@ -278,80 +187,6 @@ class ModelLayout:
                 f"{len(whole)} of {sum(len(group.specs) for group in groups)} parameters ({sum(whole):,} elements) stay whole on every rank: "
                 f"they have at most param_persistence_threshold={self.config.param_persistence_threshold:,} elements"
             )
-
-
-def open_tiers(config: Config, comm: DirectComm, ledger: Ledger) -> Tiers:
-    """Make the tiers of a model; raise on all ranks if a folder on disk can not be used (collective). No check of free space.
-
-    From now on the host's allocator keeps freed memory or, if even parameters rest on disk, returns it to the system.
-    """
-    if config.offload_param.tier is Tier.DISK:
-        keep_freed_memory(large=False)
-    elif config.keep_host_memory and comm.device.type == "cpu":
-        keep_freed_memory()
-    tiers, offloads = Tiers(comm, ledger), (config.offload_param, config.offload_gradient, config.offload_optimizer)
-
-    def open_folders() -> None:
-        for offload in offloads:
-            tiers.open_folder(offload)
-
-    if any(offload.tier is Tier.DISK for offload in offloads):
-        try:
-            _agree(open_folders, tiers, "zs.shard: offload folders")
-        except BaseException:
-            tiers.close()
-            raise
-    return tiers
-
-
-def _agree(attempt: Callable[[], object], tiers: Tiers, label: str) -> None:
-    """Call a function that uses disks, and raise the error of the first rank where it failed on every rank (collective)."""
-    problem: Exception | None = None
-    try:
-        attempt()
-    except (ConfigError, OSError, OffloadIOError) as error:
-        problem = error
-    found = next((error for error in exchange_values(tiers.comm, problem, label) if error is not None), None)
-    if found is not None:
-        raise found
-
-
-def _given_back(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of host memory that parameters and states take until their values are in the buffers."""
-    values: list[Any] = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
-    states = optimizer.state.values() if optimizer is not None else ()
-    values += [value for entries in states for value in entries.values() if type(value) is Tensor]
-    return sum(value.nbytes for value in values if value is not None and value.device.type == "cpu")
-
-
-def check_room(
-    config: Config, tiers: Tiers, find: Callable[[], dict[Place, int]], what: str,
-    changes: Callable[[set[Tier]], Iterable[tuple[dict[str, object], dict[str, int]]]] = lambda on_host: (), given_back: int = 0,
-) -> None:  # fmt: skip
-    """Raise, on every rank, HostMemoryError or SwapError if the ranks of some host have too little memory or disk (collective).
-
-    find: returns the bytes that this rank will hold beside what it holds now. changes: returns, for the tiers that are in the
-    host's memory, options under which it would hold less, as `estimate.shortage` takes them. given_back: bytes of the host's memory
-    that this rank holds now, and will not then.
-    """
-    comm, offloads = tiers.comm, (config.offload_param, config.offload_gradient, config.offload_optimizer)
-    if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
-        return
-    on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
-    mine = Need.of(find(), on_host, given_back, limits())
-    everyone = [Need.told(*other) for other in exchange_values(comm, astuple(mine), f"{what}: memory")]
-    text = shortage(everyone, changes(on_host))
-    if text is not None:
-        raise HostMemoryError(text)
-    if any(other.disk for other in everyone):
-        check_disk(tiers, mine.disk, what)
-
-
-def check_disk(tiers: Tiers, mine: dict[str, int], what: str) -> None:
-    """Raise, on every rank, SwapError if a disk of some host is too small for its ranks (collective). mine: bytes by folder."""
-    everyone = exchange_values(tiers.comm, (host_identity(), mine), f"{what}: space on disks")
-    same = [theirs for host, theirs in everyone if host == host_identity()]
-    _agree(lambda: tiers.check_space(mine, same), tiers, f"{what}: do they have room")
 
 
 class Builder:
@@ -481,31 +316,27 @@ class Builder:
         return None
 
 
-def build_units(runtime: Runtime, optimizer: torch.optim.Optimizer | None, layout: ModelLayout) -> list[Unit]:
-    """Build the units of a model (collective). Raise, on every rank, HostMemoryError or SwapError if its states do not fit.
+def build_units(
+    runtime: Runtime, optimizer: torch.optim.Optimizer | None, layout: ModelLayout, rooms: Iterable[AbstractContextManager[None]]
+) -> list[Unit]:
+    """Build the units of a model (collective). rooms: contexts that raise, on every rank, if its states do not fit.
 
     The model's modules, the optimizer's groups and its states refer to the sharded parameters afterwards.
     """
-    tiers, comm, specs = runtime.tiers, runtime.comm, {unit.name: unit.specs for unit in layout.inventory.units}
+    tiers, comm = runtime.tiers, runtime.comm
     built = False
     builder = Builder(runtime, layout, comm.new_serial())
     comm.fence_write(synchronised=True)  # peers must not read the new buffers before `fence_read`; nobody reads them yet
     try:
-        given_back = 0 if comm.imagined else _given_back([spec for unit in specs.values() for spec in unit], optimizer)
-        try:
-            check_room(layout.config, tiers, layout.needs, "zs.shard", layout.farther, given_back)
-        except BaseException:
-            tiers.close()
-            raise
-        units = builder.build()
-        comm.fence_read()  # all ranks have written their values
-        built = True
+        with ExitStack() as stack:
+            for room in rooms:
+                stack.enter_context(room)
+            units = builder.build()
+            comm.fence_read()  # all ranks have written their values
+            built = True
     except OffloadIOError as error:  # the disk is full after all, with a part of the values written: every rank must fail
         tiers.close()
         tiers.fail(error)
-    except FAILURES as error:
-        tell_shortage(error, runtime.model, layout.config, tiers.ledger, comm, "zs.shard", specs)
-        raise
     finally:
         if not built:  # the runtime is in a cycle: the program may try again before garbage is collected
             tiers.pools, tiers.slots, tiers.landings, tiers.arrivals = [], None, None, None

@@ -12,8 +12,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-from ..tiers.storage import Rest
 from .inner_optimizer import Options, State
+from .rest import Rest
 from .runs import Run
 
 

@@ -28,7 +28,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..axes.tiled_parameter import Tile
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
-from ..tiers.storage import Rest
 from ..utils import torch_compat
 from ..utils.autograd import memory_of
 from ..utils.tensor_tree import Exchanged
@@ -38,6 +37,7 @@ from .flat_buffer import ParameterBuffer
 from .masters import Masters
 from .module_entries import ModuleEntries
 from .parameter import ParamHome
+from .rest import Rest
 from .tensor.released_parameter import AwayParameter, ReleasedParameter
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 

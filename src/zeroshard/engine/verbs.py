@@ -4,7 +4,7 @@
     every_rank    every rank has to be there: inside zs.join the function is refused once the data of some rank has ended, since that
                   rank is past the loop. `begin` also notes the call for ranks that wait in vain for one that does not make it
     disk          no rank has had an I/O error
-    at_home       the states, some of moved_states.PARTS, that zs.offload_states must not have moved away
+    at_home       the states, some of rest.PARTS, that zs.offload_states must not have moved away
     recovers      what a failed backward has left is cleared first
     between_steps no forward, backward or zs.gathered is under way, so all states are at rest
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, ModelClosed, ZeroshardError
-from ..tiers.moved_states import PARTS
+from .rest import PARTS
 
 if TYPE_CHECKING:
     from .runtime import Runtime

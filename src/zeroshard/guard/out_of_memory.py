@@ -90,6 +90,18 @@ def telling(runtime: Runtime, where: str) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def telling_shortage(
+    model: nn.Module, config: Config, ledger: Ledger, comm: Comm, where: str, units: dict[str, list[ParamSpec]]
+) -> Iterator[None]:
+    """Context that does as `telling` does, for the time in which zs.shard makes the units' buffers."""
+    try:
+        yield
+    except FAILURES as error:
+        tell_shortage(error, model, config, ledger, comm, where, units)
+        raise
+
+
 def tell_shortage(
     error: BaseException, model: nn.Module, config: Config, ledger: Ledger, comm: Comm, where: str, units: dict[str, list[ParamSpec]]
 ) -> None:  # fmt: skip

@@ -19,6 +19,7 @@ from ..config import Config, Offload
 from ..engine.auto_wrap import find_blocks
 from ..engine.comm.base import Comm
 from ..engine.comm.messages import exchange_values
+from ..engine.inner_optimizer import optimizer_groups
 from ..engine.parameter import ParamSpec
 from ..engine.tensor.sharded_tensor import ShardedTensor, checksum
 from ..errors import ModelMismatch
@@ -115,12 +116,6 @@ def _comparable(value: object) -> str | None:
         parts = [_comparable(part) for part in value]
         return None if None in parts else f"({', '.join(map(str, parts))})"
     return repr(value) if value is None or isinstance(value, (bool, int, float, str, torch.dtype)) else None
-
-
-def optimizer_groups(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """Return id of each parameter -> index of its optimizer group."""
-    groups = optimizer.param_groups if optimizer is not None else ()
-    return {id(param): number for number, group in enumerate(groups) for param in group["params"]}
 
 
 def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]], label: str = "zs.shard: compare values") -> list[str]:

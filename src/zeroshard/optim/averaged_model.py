@@ -20,11 +20,11 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ..config import Tier
 from ..engine.ledger import AVERAGES
+from ..engine.rest import Rest
 from ..engine.runtime import Runtime, runtime_of
 from ..engine.unit import ParamGroup
 from ..engine.verbs import begin
 from ..errors import ConfigError, ZeroshardError
-from ..tiers.storage import Rest
 from ..utils.module_names import own_state
 from ..values.tensor_stream import full_tensors, put_full_tensors
 

@@ -24,10 +24,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..config import Tier
 from ..engine.ledger import OPTIMIZER
 from ..engine.optimizer import OptimizerCore, Tally
-from ..engine.shard_model import check_room, state_plans
 from ..errors import ConfigError, ModelClosed
+from ..formats.state_plans import state_plans
 from ..guard.rank_consistency import check_alike, described_optimizer
 from ..tiers.estimate import Place
+from ..tiers.room import check_room
 from ..utils.autograd import in_backward
 from .lr_schedulers import respect_skipped_steps
 from .sharded_optimizer import OfShardedModel, derived, homes_of, runtimes_of, shard_optimizer

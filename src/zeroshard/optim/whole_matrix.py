@@ -28,11 +28,11 @@ from ..engine.comm.base import Comm
 from ..engine.comm.messages import exchange_values, sendable
 from ..engine.inner_optimizer import Options, State, fresh, step_alone
 from ..engine.parameter import ParamSpec
+from ..engine.rest import Tiers
 from ..engine.runs import Run
 from ..engine.steppers import WholeStep
 from ..engine.tensor.state_column import is_column
 from ..errors import ConfigError
-from ..tiers.storage import Tiers
 from ..utils.torch_compat import disable_current_modes
 from ..values.chunked_gather import ChunkedGather
 

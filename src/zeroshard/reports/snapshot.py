@@ -19,10 +19,10 @@ from ..engine.comm.control import Sent
 from ..engine.flat_layout import round_up
 from ..engine.ledger import Traffic
 from ..engine.optimizer import OptimizerCore
+from ..engine.rest import SplitRest
 from ..engine.runs import state_tensors
 from ..engine.runtime import Runtime
 from ..engine.unit import ParamGroup
-from ..tiers.storage import SplitRest
 
 Link = tuple[Tier, Tier]  # from, to
 _PATH = [Tier.DEVICE, Tier.HOST, Tier.DISK]

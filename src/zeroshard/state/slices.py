@@ -21,11 +21,11 @@ from ..axes.distributed import Distribution
 from ..axes.tiled_parameter import Part, part_of, whole_name
 from ..config import Tier
 from ..engine.parameter import ParamSpec
+from ..engine.rest import CodedRest, Rest
 from ..engine.runtime import Runtime
 from ..engine.shard_model import write_value
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError
-from ..tiers.storage import CodedRest, Rest
 from ..utils.aligned import empty
 from ..utils.module_names import own_name
 from ..utils.work import OVER, Work

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..engine.inner_optimizer import Options, State
+from ..engine.rest import Rest
 from ..engine.runs import Run
 from ..engine.tensor.state_column import is_column
 from ..engine.unit import ParamGroup
-from ..tiers.storage import Rest
 from ..utils.aligned import empty
 from ..utils.torch_compat import alone
 from .state_storage import hashable

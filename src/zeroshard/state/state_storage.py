@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..engine.parameter import ParamHome
+from ..engine.rest import Rest
 from ..engine.tensor.home import DerivedHome
 from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..errors import ConfigError
-from ..tiers.storage import Rest
 from ..utils import torch_compat
 
 

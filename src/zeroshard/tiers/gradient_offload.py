@@ -1,4 +1,4 @@
-"""Departure: how a reduced gradient shard moves from the device to the tier where it rests (ZeRO-Offload, 2101.06840, 4.1).
+"""Gradient offload: how a reduced gradient shard moves from the device to the tier where it rests (ZeRO-Offload, 2101.06840, 4.1).
 
     device   reduce -> landing ---.                      landing and arrival buffers are few, and of constant size
     host                           '-> rest              the first gradient of a step
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..config import Tier
 from ..engine.comm.pool import BufferPool
+from ..engine.rest import Departure, MemoryRest, Rest, Tiers
 from ..utils.work import OVER, Work
-from .storage import MemoryRest, Rest, Tiers
 
 _WIDEN_NUMEL = 1 << 18  # number of elements converted at a time
 
@@ -70,7 +70,7 @@ def narrowed(rest: Rest, tiers: Tiers, dtype: torch.dtype) -> Rest:
     return rest
 
 
-class Departure:
+class GradientOffload(Departure):
     """Moves one gradient shard from the reduction's result to its `rest`.
 
     From a device with memory of its own the gradient moves in the dtype of the reduction (2 bytes an element in bf16); where

@@ -32,13 +32,14 @@ from torch import Tensor
 from ..config import Offload, Tier
 from ..engine.comm.pool import Arena
 from ..engine.flat_layout import round_up
+from ..engine.rest import CodedRest, MemoryRest, Rest, SplitRest, Tiers
 from ..engine.steppers import DelayedUpdate, HostStep, Job
 from ..errors import ZeroshardError
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import Work
 from .cpu_kernels import stepping_threads
+from .estimate import PAGE_NBYTES
 from .slab_step import Slab, SlabStepper
-from .storage import PAGE_NBYTES, CodedRest, MemoryRest, Rest, SplitRest, Tiers
 
 _FLIGHT = 4  # most slabs, for each buffer, that are begun before they are stepped: the only limit for slabs that need no buffer
 _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from ..config import Offload, Tier
 from ..engine.release import give_back, take_again
+from ..engine.rest import Away, MemoryRest, Rest, Tiers
 from ..errors import StatesAway, ZeroshardError
 from ..utils.work import Work
-from .storage import MemoryRest, Rest, Tiers
 
-PARTS = ("optimizer", "masters", "parameters", "gradients")
 _CHUNK_NUMEL = 16 << 20  # number of elements copied at a time between a device and a disk
 
 
@@ -52,7 +51,7 @@ class _Left:
     pending: Work | None = None
 
 
-class MovedStates:
+class MovedStates(Away):
     """The states of one model that are away.
 
     lent: name of the running context in which the parameters have other, read-only values (AveragedModel.swapped()); "": none.

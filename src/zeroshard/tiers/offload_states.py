@@ -18,14 +18,14 @@ from torch import nn
 from ..config import Offload, Tier
 from ..engine.comm.messages import exchange_values
 from ..engine.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from ..engine.rest import PARTS, CodedRest, MemoryRest, Rest
 from ..engine.runs import state_tensors
 from ..engine.runtime import Runtime, runtime_of
-from ..engine.shard_model import check_disk
 from ..engine.verbs import begin
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
-from .moved_states import PARTS, Memory
-from .storage import CodedRest, MemoryRest, Rest
+from .moved_states import Memory, MovedStates
+from .room import check_disk
 
 BUFFERS = "buffers"
 _NAMES = {name: name for name in (*PARTS, BUFFERS)} | {  # and DeepSpeed's names
@@ -74,10 +74,12 @@ def offload_states(
     runtime = runtime_of(model)
     begin(runtime, "zs.offload_states")
     parts, offload = _agree(runtime, include, device, pin_memory)
-    parts = [part for part in parts if part not in runtime.moved]  # an earlier call has moved the others
-    if not runtime.moved.any:  # `wait` would raise StatesAway; an earlier call has waited, and no state was written since
+    moved = runtime.moved
+    assert isinstance(moved, MovedStates)
+    parts = [part for part in parts if part not in moved]  # an earlier call has moved the others
+    if not moved.any:  # `wait` would raise StatesAway; an earlier call has waited, and no state was written since
         runtime.gate.wait()
-    if "gradients" not in runtime.moved:
+    if "gradients" not in moved:
         runtime.flush()
     runtime.gate.outdate()
     memories, groups = _memories(runtime), runtime.groups
@@ -89,13 +91,13 @@ def offload_states(
     }
     wanted = [part for part in parts if part != BUFFERS]
     if offload.tier is Tier.DISK and offload.path is not None:
-        needed = runtime.moved.needed([memory for memory in memories if memory.part in wanted], offload)
+        needed = moved.needed([memory for memory in memories if memory.part in wanted], offload)
         check_disk(runtime.tiers, {offload.path: needed}, "zs.offload_states")
     runtime.comm.exchange(b"", "zs.offload_states")  # a barrier: no rank reads peers' shards or buffers any more
     if BUFFERS in parts:
         _give_back_buffers(runtime)
     runtime.comm.fence_write(synchronised=True)
-    runtime.moved.move(wanted, memories, rests, offload, wait=not non_blocking)
+    moved.move(wanted, memories, rests, offload, wait=not non_blocking)
     if "parameters" in wanted:
         for unit in runtime.units:
             unit.leave()
@@ -108,11 +110,13 @@ def reload_states(model: nn.Module) -> None:
     """Move the states back that `zs.offload_states` has moved, bit for bit (collective). Do nothing if there are none."""
     runtime = runtime_of(model)
     begin(runtime, "zs.reload_states")
-    if not runtime.moved.any:
+    moved = runtime.moved
+    assert isinstance(moved, MovedStates)
+    if not moved.any:
         return
     runtime.comm.fence_write()
-    left = "parameters" in runtime.moved
-    runtime.moved.bring_back()
+    left = "parameters" in moved
+    moved.bring_back()
     for unit in runtime.units if left else ():
         unit.come_back()
     runtime.comm.fence_read()

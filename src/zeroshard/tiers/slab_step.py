@@ -20,13 +20,13 @@ from torch import Tensor
 from ..config import Tier
 from ..engine.flat_layout import round_up
 from ..engine.inner_optimizer import State, fresh, step_alone
+from ..engine.rest import CodedRest, MemoryRest, Rest, SplitRest, Tiers
 from ..engine.steppers import Job, SlabStep
 from ..engine.tensor.state_column import is_column
 from ..engine.tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ..utils import torch_compat
 from ..utils.work import Work
 from .cpu_kernels import CHUNK_NUMEL, CODED_CHUNK_NUMEL, Kernel, Team, host_threads, kernel_for, step_stretch
-from .storage import CodedRest, MemoryRest, Rest, SplitRest, Tiers
 
 _STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # names of the parts of a slab that are not states
 _CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step has an overhead of some 0.15 ms

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from ..axes.tiled_parameter import Part, parts_in, whole_name
 from ..config import Placement
 from ..engine.ledger import GATHERED
+from ..engine.rest import Rest
 from ..engine.runtime import Runtime, runtime_of
 from ..engine.tensor.sharded_tensor import trace_of
 from ..engine.unit import ParamGroup
 from ..engine.verbs import begin
 from ..errors import ConfigError, did_you_mean
-from ..tiers.storage import Rest
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name, own_state
 from .chunked_gather import ChunkedGather

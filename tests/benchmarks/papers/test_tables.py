@@ -10,8 +10,9 @@ from benchmarks.papers import counted, infinity, successors, zero
 from benchmarks.papers.table import Cell, Table, digits, printed, rank_correlation
 from zeroshard.cli import main
 from zeroshard.config import Config, Offload, Tier
+from zeroshard.engine.sizes import BUFFERS, Group
 from zeroshard.engine.tensor.state_column import StateColumn
-from zeroshard.tiers.estimate import BUFFERS, Group, needs
+from zeroshard.tiers.estimate import needs
 
 DATA = Path(benchmarks.papers.__file__).parent / "data"
 FACTS = ("ZeRO", "Offload", "Infinity", "DeepSpeed", "in the column paper")

@@ -11,7 +11,7 @@ from zeroshard.config import Tier
 from zeroshard.engine import shard_model
 from zeroshard.engine.ledger import RESIDUALS, SECONDARY, STAGING
 from zeroshard.engine.runtime import runtime_of
-from zeroshard.tiers.estimate import BUFFERS
+from zeroshard.engine.sizes import BUFFERS
 from zeroshard.utils.compression import Compression
 
 MODEL = seeded(lambda: OddGPT(dim=16, layers=2))

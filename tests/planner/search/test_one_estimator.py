@@ -17,6 +17,7 @@ from zeroshard.comm.fake import FakeComm, Imagination, imagination
 from zeroshard.config import Config, Tier
 from zeroshard.engine.ledger import GATHERED, STAGING
 from zeroshard.engine.shard_model import Inventory
+from zeroshard.formats.state_plans import state_plans
 from zeroshard.planner.dry_run import plan
 from zeroshard.planner.model_source import ModelSource
 from zeroshard.planner.models import GPT, GPTConfig
@@ -120,7 +121,11 @@ def held_for_auto(layout, monkeypatch):
 
     def judged(config, comm, model, specs, optimizer, sample, parts):
         given = Config.build(None, **layout.options())
-        found.update(auto_stage._held(Inventory.of(model, given, specs, optimizer), given, comm, parts))
+        found.update(
+            auto_stage._held(
+                Inventory.of(model, given, specs, state_plans(given, optimizer, specs), optimizer), given, comm, parts
+            )
+        )
         return given
 
     monkeypatch.setattr("zeroshard.api.choose", judged)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...config import Tier
 from ...utils.work import Work
 from .sums import square_sum
 
@@ -56,6 +57,9 @@ class Streams:
     def finish(self, ticket: Any) -> None:
         """Make the host wait for the ticket's work."""
         self.join(ticket)
+
+    def moved(self, source: Tier, target: Tier, nbytes: int) -> Any:
+        """Return a dry run's ticket for a move between tiers in which no byte moves; None: there is nothing to wait for."""
 
     def mark(self) -> Any:
         """Return a mark of the present end of the current stream, for `behind`."""

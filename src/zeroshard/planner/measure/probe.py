@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...config import Tier
 from ...engine.inner_optimizer import inner_copy
 from ...engine.optimizer import OptimizerCore
+from ...engine.rest import SplitRest, Tiers
 from ...engine.runs import Run
 from ...engine.steppers import Job
 from ...engine.tensor.state_column import is_column
@@ -29,7 +30,6 @@ from ...tiers.gradient_offload import NarrowRest
 from ...tiers.host_step import HostStepper
 from ...tiers.io.async_file import Engine, Handle
 from ...tiers.slab_step import SlabStepper, hashed_uniform
-from ...tiers.storage import SplitRest, Tiers
 from ...utils.aligned import empty_aligned
 from ..simulator.disk_bandwidth import hidden_file, noise
 

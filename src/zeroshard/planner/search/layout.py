@@ -17,11 +17,11 @@ import torch
 
 from ...axes.topology import Topology, imagined_topology
 from ...config import DEVICE_NAMES, PRECISIONS, STAGES, STATES, Config, Tier
+from ...engine.sizes import rests_away
 from ...engine.tensor.state_column import StateColumn
 from ...errors import ConfigError, did_you_mean
 from ...formats.state_codecs import coded_column
 from ...packing.codecs import packing
-from ...tiers.estimate import rests_away
 from ...utils.axes import DP, EP, PLANNED, SP, TP
 from ...utils.compression import GRADIENT_CODECS, Compression
 from ...utils.state_format import FORMATS, StateFormat

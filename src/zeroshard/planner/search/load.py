@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ...config import STAGES, Placement, Tier
 from ...engine.auto_wrap import ROOT
-from ...tiers.estimate import rests_away
+from ...engine.sizes import rests_away
 from ...utils.axes import DP, EP, PP, SP, TP
 from ..simulator.hardware import Hardware, resource_seconds, seconds
 from ..simulator.simulate import kind_of

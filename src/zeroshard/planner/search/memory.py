@@ -16,7 +16,8 @@ from ...config import Config, Placement, Tier
 from ...engine.comm.sums import GPU_CHUNK_NUMEL, RECEIVED_NBYTES
 from ...engine.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
 from ...engine.prefetch import most_gathered
-from ...tiers.estimate import BUFFERS, Group, needs, rests_away
+from ...engine.sizes import BUFFERS, Group, rests_away
+from ...tiers.estimate import needs
 from ..plan import ACTIVATIONS, Held, fullest, memories
 from .layout import Layout, comms_of, packed_nbytes
 from .profile import Profile, buckets_of
