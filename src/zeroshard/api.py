@@ -195,8 +195,8 @@ def _shard(
     comms = topology.open_topology(config, comms, ledger, lambda steps: progress.steps >= steps, axes.parts, axes.divided)
     layout = inventory.lay_out(config, comms)
     units = {unit.name: unit.specs for unit in inventory.units}
-    rooms = telling_shortage(model, config, ledger, group, "zs.shard", units), _room(layout, tiers, optimizer)
-    runtime = Runtime(model, config, comms, tiers, progress, lambda runtime: build_units(runtime, optimizer, layout, rooms))
+    room = _room(layout, tiers, optimizer, telling_shortage(model, config, ledger, group, "zs.shard", units))
+    runtime = Runtime(model, config, comms, tiers, progress, lambda runtime: build_units(runtime, optimizer, layout, room))
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
     object.__setattr__(model, "_zeroshard", runtime)
@@ -214,16 +214,22 @@ def _shard(
 
 
 @contextlib.contextmanager
-def _room(layout: ModelLayout, tiers: Tiers, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-    """Context in which units are built: raise, on every rank, HostMemoryError or SwapError if they do not fit (collective)."""
-    config, units = layout.config, layout.inventory.units
-    given_back = 0 if tiers.comm.imagined else given_back_by([spec for unit in units for spec in unit.specs], optimizer)
-    try:
-        check_room(config, tiers, partial(needs_of, layout), "zs.shard", partial(farther, layout), given_back)
-    except BaseException:
-        tiers.close()
-        raise
-    yield
+def _room(
+    layout: ModelLayout, tiers: Tiers, optimizer: torch.optim.Optimizer | None, telling: contextlib.AbstractContextManager[None]
+) -> Iterator[None]:
+    """Context in which units are built: raise, on every rank, HostMemoryError or SwapError if they do not fit (collective).
+
+    telling: context that tells of a shortage that occurs all the same.
+    """
+    config, specs = layout.config, [spec for unit in layout.inventory.units for spec in unit.specs]
+    with telling:
+        given_back = 0 if tiers.comm.imagined else given_back_by(specs, optimizer)
+        try:
+            check_room(config, tiers, partial(needs_of, layout), "zs.shard", partial(farther, layout), given_back)
+        except BaseException:
+            tiers.close()
+            raise
+        yield
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

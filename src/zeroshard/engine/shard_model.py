@@ -7,8 +7,8 @@ the sharded parameter, and its old tensor becomes the compute parameter over the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -317,9 +317,9 @@ class Builder:
 
 
 def build_units(
-    runtime: Runtime, optimizer: torch.optim.Optimizer | None, layout: ModelLayout, rooms: Iterable[AbstractContextManager[None]]
+    runtime: Runtime, optimizer: torch.optim.Optimizer | None, layout: ModelLayout, room: AbstractContextManager[None]
 ) -> list[Unit]:
-    """Build the units of a model (collective). rooms: contexts that raise, on every rank, if its states do not fit.
+    """Build the units of a model (collective). room: context that raises, on every rank, if its states do not fit.
 
     The model's modules, the optimizer's groups and its states refer to the sharded parameters afterwards.
     """
@@ -328,9 +328,7 @@ def build_units(
     builder = Builder(runtime, layout, comm.new_serial())
     comm.fence_write(synchronised=True)  # peers must not read the new buffers before `fence_read`; nobody reads them yet
     try:
-        with ExitStack() as stack:
-            for room in rooms:
-                stack.enter_context(room)
+        with room:
             units = builder.build()
             comm.fence_read()  # all ranks have written their values
             built = True
