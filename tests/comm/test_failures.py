@@ -25,9 +25,10 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm import backend_select
 from zeroshard.comm.launch import free_port, rank_environment, run_processes
-from zeroshard.diagnostics.flight_recorder import Progress, describe
+from zeroshard.diagnostics.flight_recorder import describe
 from zeroshard.engine.comm import failure
 from zeroshard.engine.comm.base import Region
+from zeroshard.engine.comm.progress import Progress
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
 
@@ -376,9 +377,9 @@ def test_failures_are_told_by_their_origin():
 
 
 def test_a_stall_leaves_no_thread_behind_and_a_desk_lets_no_stranger_in():
-    from zeroshard.diagnostics.flight_recorder import Progress, Report
     from zeroshard.diagnostics.status_server import SILENT, ProcessDesk
     from zeroshard.engine.comm.failure import GONE
+    from zeroshard.engine.comm.progress import Progress, Report
 
     before = threading.active_count()
     mine, theirs = ProcessDesk(Progress(0), True), ProcessDesk(Progress(1), True)

@@ -13,11 +13,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 
-from ..diagnostics.flight_recorder import Progress, describe, places_of
-from ..diagnostics.status_server import Desk, ThreadDesk
+from ..diagnostics.flight_recorder import describe, places_of
+from ..diagnostics.status_server import ThreadDesk
 from ..engine.comm.base import Collective, DirectComm, Outcome
 from ..engine.comm.control import HopQueue, Missing, mismatch, misuse
+from ..engine.comm.desk import Desk
 from ..engine.comm.failure import GONE, Failure
+from ..engine.comm.progress import Progress
 from ..errors import LEFT, StallError
 from ..utils.one_thread import Turn
 from .transport import ThreadTransport, Transport

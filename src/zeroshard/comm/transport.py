@@ -29,9 +29,9 @@ from errno import errorcode
 import torch
 from torch import Tensor
 
-from ..diagnostics.flight_recorder import Progress
 from ..engine.comm.failure import GONE
 from ..engine.comm.messages import decode, encode
+from ..engine.comm.progress import Progress
 from ..errors import MalformedMessage, ZeroshardError, io_remedy
 from .rendezvous import Address, Door
 

@@ -30,11 +30,13 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..engine.comm.desk import Answers, Desk
 from ..engine.comm.failure import GONE, Failure, how_it_ended
 from ..engine.comm.messages import decode, encode, exchange_values
+from ..engine.comm.progress import Progress, Report
 from ..errors import MalformedMessage
 from ..utils.host import host_identity, node_identity, ranks_here
-from .flight_recorder import Progress, Report
+from .verdict import judge
 
 if TYPE_CHECKING:
     from ..engine.comm.base import DirectComm
@@ -47,39 +49,6 @@ _PATIENCE_S = 2.0  # timeout of each read and write
 _TELLING_S = 10.0  # after this time, a failure is sent to no further peers
 _AT_A_TIME = 16  # number of peers asked at a time
 SILENT = "does not answer: its process is stopped, or native code holds Python's lock"
-
-Answers = dict[int, Report | str]  # peer -> its report, or why there is none: GONE, SILENT
-
-
-class Desk:
-    """Desk of a rank that has no peers, or does not know their desks yet. Peers are named by their rank in the desk's group.
-
-    told: the failure that a peer has reported.
-    """
-
-    told: Failure | None = None
-    failure: Exception | None = None  # the error that all ranks raise
-
-    def ask(self, peers: Collection[int]) -> Answers:
-        """Return reports from peers on their present state; a peer without a known desk may be missing."""
-        return {}
-
-    def tell(self, peers: Collection[int], failure: Failure) -> None:
-        """Send the failure for which the group can not go on to peers; skip a peer that can not be reached."""
-
-    def how_it_ended(self, peer: int) -> str:
-        """Return a text that says how the process of a peer ended."""
-        return GONE
-
-    def answer_for(self, owner: object) -> Callable[[], object]:
-        """Answer peers until `owner` is collected or the returned function is called. The thread ends with the last owner."""
-        return lambda: None
-
-    def rest(self) -> None:
-        """End the thread that answers; the next owner starts another one."""
-
-    def close(self) -> None:
-        """Close the desk: peers get no answers any more."""
 
 
 class ThreadDesk(Desk):
@@ -137,10 +106,12 @@ class ProcessDesk(Desk):
         return how_it_ended(pid) if host == self.address[4] else GONE
 
     def nodes(self) -> list[int]:
-        """Return the node number of each rank."""
         found = [each[5] for each in self._addresses]
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(found))}
         return [numbers[identity] for identity in found]
+
+    def explain(self, comm: DirectComm, label: str, error: RuntimeError) -> Failure | None:
+        return judge(comm, label, error)
 
     def answer_for(self, owner: object) -> Callable[[], object]:
         self._owners += 1

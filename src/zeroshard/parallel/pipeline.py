@@ -30,7 +30,8 @@ from ..activations import router_loss
 from ..axes.distributed import is_distributed
 from ..comm.backend_select import is_imagined
 from ..comm.shared_memory import SharedComm
-from ..engine.comm.process_group import DistComm, judge
+from ..diagnostics.verdict import judge
+from ..engine.comm.process_group import DistComm
 from ..engine.runtime import runtime_of
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat

@@ -347,6 +347,9 @@ class DirectComm(Control, Comm):
     def join(self, local: DirectComm) -> None:
         """Make every wait in this communicator also progress `local` (of this host's ranks), and the reverse."""
 
+    def serve(self) -> None:
+        """Answer peers that may be waiting for this rank, without blocking."""
+
 
 class Wrapper(Comm):
     """A Comm that calls the collectives of another Comm of the same ranks, unless a subclass overrides them.

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ...diagnostics.flight_recorder import Progress
-from ...diagnostics.status_server import Desk
 from ...errors import CollectiveMismatch, left_loop
 from ...utils.work import pause
+from .desk import Desk
 from .failure import Failure
+from .progress import Progress
 from .streams import Streams
 
 if TYPE_CHECKING:

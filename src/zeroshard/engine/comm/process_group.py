@@ -28,16 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm.shared_memory import SharedComm
-from ...diagnostics.flight_recorder import describe, places_of
-from ...diagnostics.status_server import Desk, ProcessDesk
-from ...errors import ConfigError, StallError, ZeroshardError
+from ...errors import ConfigError, ZeroshardError
 from ...utils import torch_compat
 from ...utils.one_thread import Turn, one_thread
 from ...utils.work import pause
 from .base import Collective, Combine, DirectComm, Outcome, Region, parts_of
-from .control import Missing, Sent, mismatch, misuse, operation
-from .failure import GONE, Failure
+from .control import Missing, Sent, mismatch, operation
+from .desk import Desk
+from .failure import Failure
 from .streams import Streams, streams_for
 from .sums import piece_numel
 
@@ -46,8 +44,6 @@ _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 MANY = 32  # with more ranks, a message of all is sent only where a reduction shows that they do not all say the same
 _TOLD = 8  # most ranks that tell each other their numbers in a round of that reduction, if their number has such factors
 _WORDS, _MOST_NUMBERS = 5, 11  # numbers in that reduction: of a digest, and to be summed
-_PATIENCE_S = 10.0  # time for peers to send the failure that broke a connection
-_ASK_AGAIN_S = 0.1  # between two rounds of questions to the peers' desks
 
 
 def collectives_of(nbytes: int, world_size: int) -> list[tuple[int, int]]:
@@ -166,39 +162,10 @@ class _Explained:
             self.comm.progress.awake()
         if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):  # not c10d's: let it pass
             return
-        failure = judge(self.comm.root, self.label, error)
+        failure = self.comm.desk.explain(self.comm.root, self.label, error)
         if failure is not None:
             self.comm.fail(failure)
             raise self.comm.heard(failure, self.label) from None  # c10d's message is the same for any broken connection
-
-
-def judge(comm: DistComm | SharedComm, label: str, error: RuntimeError) -> Failure | None:
-    """Return why the group can not go on; None for an error that has nothing to do with the connections between ranks."""
-    text = str(error)
-    timed_out = "imed out" in text or "imeout" in text  # c10d has no classes of errors for these: match "Timed out", "timeout"
-    if not timed_out and "onnection" not in text and "gloo" not in text and "nccl" not in text.lower():
-        return comm.desk.told
-    deadline = time.monotonic() + _PATIENCE_S
-    while comm.desk.told is None:
-        answers = comm.desk.ask([peer for peer in range(comm.world_size) if peer != comm.rank])
-        gone = [peer for peer, answer in answers.items() if answer == GONE]
-        if comm.desk.told is not None:
-            break
-        if gone:
-            ends = {peer: comm.desk.how_it_ended(peer) for peer in gone}
-            # a killed rank is the cause: ranks that end because of another one exit by themselves
-            first = min(gone, key=lambda peer: "killed by" not in ends[peer])
-            return Failure(comm.ranks[first], ends[first])
-        if timed_out:
-            reports = answers | {comm.rank: comm.progress.report()}
-            hint = misuse(places_of(reports), comm.world_size)
-            text = describe(comm.stall_timeout_s, {comm.ranks[rank]: report for rank, report in reports.items()}, hint)
-            return Failure(comm.ranks[comm.rank], text, StallError(text))
-        if time.monotonic() > deadline:
-            what = f"rank {comm.ranks[comm.rank]} lost a connection at '{label}', while all ranks' processes run (the network?): {text}"
-            return Failure(comm.ranks[comm.rank], what, ZeroshardError(what))
-        time.sleep(_ASK_AGAIN_S)
-    return comm.desk.told
 
 
 def talking_device(device: torch.device) -> torch.device:
@@ -232,9 +199,12 @@ class DistComm(DirectComm):
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
-        ordered: bool | None = None, streams: Streams | None = None,
+        ordered: bool | None = None, streams: Streams | None = None, desks: Callable[[DirectComm], Desk] | None = None,
     ) -> None:  # fmt: skip
-        """group: None for the default group. ordered, streams: by default chosen by backend and device; tests pass others."""
+        """group: None for the default group. ordered, streams: by default chosen by backend and device; tests pass others.
+
+        desks: returns this rank's desk (collective); None: nobody answers, and an error of the backend is not explained.
+        """
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device, self.stall_timeout_s = device, stall_timeout_s
@@ -258,15 +228,14 @@ class DistComm(DirectComm):
         self._summing: dict[int, Any] = {}
         self._dropped: list[int] = []
         self._numbers = itertools.count()  # never used again: a number may be dropped after it was closed
-        if self.world_size > 1:
-            self.desk = desk = ProcessDesk.among(self, on_this_host=False)
-            self.nodes = desk.nodes()
+        if self.world_size > 1 and desks is not None:
+            self.desk = desks(self)
+            self.nodes = self.desk.nodes()
 
     def join(self, local: DirectComm) -> None:
         """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
         if self.beside:  # joined already
             return
-        assert isinstance(local, SharedComm)
         self.beside.append(local.serve)
 
     @property
