@@ -23,7 +23,6 @@ from .axes import distributed, topology
 from .axes.along_axis import attachments, check_axes, connect
 from .axes.mesh import Axes, PlannedLayout, axes_of
 from .axes.tiled_parameter import join, parts_in
-from .axes.topology import Topology
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
@@ -38,6 +37,7 @@ from .engine.rest import Tiers
 from .engine.runtime import Runtime, runtime_of
 from .engine.shard_model import Inventory, ModelLayout, build_units
 from .engine.tensor.sharded_tensor import ShardedTensor
+from .engine.topology import Topology
 from .engine.unit import Phase
 from .engine.verbs import begin
 from .errors import ConfigError, ZeroshardError
@@ -187,7 +187,7 @@ def _shard(
     local.keep()
     ledger, progress = Ledger(), Progress(config)
     tiers = open_tiers(config, group, ledger)
-    comms = Topology.flat(group, peers, world, axes)
+    comms = Topology.flat(group, peers, world, axes.places, axes.stages, axes.summed)
     if asked.sums != config.sums and group.world_size > 1:
         comms.notes.append(
             "gradients are summed in rank order, not by the backend: ranks that read each other's memory do it at no price"
@@ -202,6 +202,7 @@ def _shard(
     object.__setattr__(model, "_zeroshard", runtime)
     connect(runtime, axes.lines)
     hooks.attach(runtime)
+    hooks.also_remove(runtime, distributed.in_state_dicts(model))
     engine = Engine(runtime)
     for each in attached:
         each.attach(engine, axes)

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .axes.topology import Parts, check, imagined_topology
+from .axes.topology import check, imagined_topology
 from .config import CHOICES, DEVICE_NAMES, STATES, Config, Tier
 from .engine.comm.base import DirectComm
 from .engine.comm.messages import exchange_values
 from .engine.parameter import ParamSpec
 from .engine.shard_model import Inventory
+from .engine.topology import Parts
 from .errors import ConfigError, ZeroshardError
 from .formats.state_plans import state_plans
 from .tiers.host_memory import limits

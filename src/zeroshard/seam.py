@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .axes.along_axis import Line
-from .axes.mesh import Parts
 from .engine import verbs
 from .engine.comm.base import DirectComm
 from .engine.comm.control import Control
@@ -22,6 +21,7 @@ from .engine.ledger import Observer as Observer
 from .engine.mixed_precision import LossScaler
 from .engine.parameter import ParamHome
 from .engine.runtime import Runtime, runtime_of
+from .engine.topology import Parts
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.slices import NamedPart as NamedPart
 from .state.slices import StateSlice as StateSlice

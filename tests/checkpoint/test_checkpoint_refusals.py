@@ -11,8 +11,8 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.axes.tiled_parameter import Part
 from zeroshard.checkpoint.importers.safetensors import open_safetensors
+from zeroshard.engine.part import Part
 from zeroshard.state.tensor_reader import StoredPart
 
 

@@ -19,7 +19,8 @@ from helpers import OddGPT, differences, seeded, state_differences
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.axes.tiled_parameter import part_of, whole_name
+from zeroshard.axes.tiled_parameter import whole_name
+from zeroshard.engine.part import part_of
 from zeroshard.testing import run_threads
 
 VOCAB, DIM = 11, 7

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zeroshard.axes.tiled_parameter import Part
 from zeroshard.checkpoint.fingerprint import _places
+from zeroshard.engine.part import Part
 
 PARTS = [
     Part(0, 2, 4, (12, 5), 3),  # queries, keys, values of one linear map

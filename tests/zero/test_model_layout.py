@@ -9,7 +9,6 @@ from helpers import OddGPT, adamw, seeded
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.axes.topology import Topology
 from zeroshard.comm.fake import FakeComm, Imagination, imagination
 from zeroshard.config import Config, Tier
 from zeroshard.engine import shard_model
@@ -17,6 +16,7 @@ from zeroshard.engine.auto_wrap import collect
 from zeroshard.engine.ledger import GRADIENTS, MASTERS, PARAMETERS
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.engine.shard_model import Inventory
+from zeroshard.engine.topology import Topology
 from zeroshard.errors import ConfigError, ModelClosed, ZeroshardError
 from zeroshard.formats.state_plans import state_plans
 from zeroshard.testing import run_threads

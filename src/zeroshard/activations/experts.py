@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..axes.distributed import is_distributed
-from ..axes.tiled_parameter import Part, Tile, Tiled
+from ..axes.tiled_parameter import Tile, Tiled
+from ..engine.part import Part
 from ..utils import torch_compat
 from ..utils.joined_class import Joined, new_joined
+from ..utils.torch_compat import is_distributed
 from ..utils.transformers_compat import spread_experts
 
 

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..axes.tiled_parameter import Part, Tile, Tiled
+from ..axes.tiled_parameter import Tile, Tiled
+from ..engine.part import Part
 from .cross_entropy import LogitStatistics
 
 _NORMAL_CHUNK = 16  # number of normal values that torch draws as a group on the CPU

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..axes.tiled_parameter import Part, Tiled
+from ..axes.tiled_parameter import Tiled
 from ..config import Config
 from ..engine.auto_wrap import collect, partition
 from ..engine.parameter import ParamHome
+from ..engine.part import Part
 from ..engine.tensor.attributes import attributes_of
 from ..engine.tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..errors import ConfigError, ZeroshardError

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ..engine.ledger import STAGING
 from ..engine.runtime import Runtime
+from ..engine.topology import Parts
 from ..errors import ConfigError
 from ..utils.axes import AXES
-from .mesh import Axes, Parts
+from .mesh import Axes
 
 
 class Line:

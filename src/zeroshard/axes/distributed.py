@@ -11,31 +11,29 @@ and converts a gradient of other placements (a partial sum, with sequence parall
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from ..engine.part import Distribution, Part, distribution_of
 from ..errors import ConfigError
 from ..utils import torch_compat
 from ..utils.module_names import own_name
-from .tiled_parameter import Part
+from ..utils.torch_compat import is_distributed
 
 if TYPE_CHECKING:  # the import takes seconds; a program that has DTensors has done it
     from torch.distributed.tensor import DTensor, Placement
 
-_MODULE = "torch.distributed.tensor"
-
 
 @dataclass(frozen=True, eq=False)
-class Distribution:
-    """Distribution of a parameter of `shape` over the model axes of a mesh."""
+class OverMesh(Distribution):
+    """Distribution of a parameter of `shape` over the model axes of a mesh, as a DTensor has it."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -43,7 +41,7 @@ class Distribution:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: DTensor, name: str) -> Distribution:
+    def of(cls, tensor: DTensor, name: str) -> OverMesh:
         """Return the distribution of a DTensor. Raise ConfigError for Partial placements: expected Shard or Replicate."""
         for placement in tensor.placements:
             if placement.is_partial():
@@ -53,20 +51,13 @@ class Distribution:
                 )
         return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
 
-    @property
-    def absent(self) -> bool:
-        """Return whether this rank has no part of the parameter, which then has no gradient here."""
-        return False
-
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Names of the mesh axes along which the parameter is cut."""
         names = self.mesh.mesh_dim_names or ()
         return tuple(name for name, placement in zip(names, self.placements, strict=True) if not placement.is_replicate())
 
     @cached_property
     def part(self) -> Part | None:
-        """Position of this rank's shard in the whole parameter; None if the shard is the whole."""
         place = self.mesh.get_coordinate()
         part: Part | None = None
         assert place is not None
@@ -85,14 +76,12 @@ class Distribution:
 
     @cached_property
     def stretch(self) -> int:
-        """Elements of each rank's shard (the last ones may have fewer) if shards are stretches of the flattened parameter, else 0."""
         cut = [(size, at) for size, at in zip(self.mesh.shape, self.placements, strict=True) if not at.is_replicate()]
         if len(cut) != 1 or cut[0][1].dim != 0 or getattr(cut[0][1], "split_factor", 1) != 1:  # type: ignore[attr-defined]
             return 0
         return -(-self.shape[0] // cut[0][0]) * math.prod(self.shape[1:])
 
     def wrap(self, local: Tensor) -> DTensor:
-        """Return the DTensor over this rank's shard, in the shard's autograd graph."""
         from torch.distributed.tensor import DTensor
 
         # run_check would be a collective
@@ -101,19 +90,17 @@ class Distribution:
         )
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the whole tensor, from the shards of all ranks of the mesh (collective among them)."""
         with torch.no_grad():
             return self.wrap(local.detach().contiguous()).full_tensor()
 
     def local(self, value: Tensor) -> Tensor:
-        """Return this rank's shard of a DTensor or of a whole tensor; any other value as it is."""
         if is_distributed(value):
             return value.redistribute(self.mesh, self.placements).to_local()
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
 
 
 @dataclass(frozen=True, eq=False)
-class Owned(Distribution):
+class Owned(OverMesh):
     """Distribution of a parameter that one rank of a mesh of one axis has whole, and the others without elements: (0, ...)."""
 
     owner: int
@@ -170,16 +157,6 @@ def in_state_dicts(model: nn.Module) -> list[RemovableHandle]:
     return [model.register_state_dict_post_hook(show), model.register_load_state_dict_pre_hook(take)] if known else []
 
 
-def distribution_of(param: Tensor) -> Distribution | None:
-    """Return the distribution of the DTensor that a local parameter replaces (see Localised), or None."""
-    return param.__dict__.get("_distribution")
-
-
-def is_distributed(value: object) -> TypeGuard[DTensor]:
-    """Return whether a value is a DTensor."""
-    return _MODULE in sys.modules and isinstance(value, sys.modules[_MODULE].DTensor)  # not imported: nobody has made a DTensor
-
-
 def find(model: nn.Module) -> dict[str, DTensor]:
     """Return the model's parameters that are DTensors, by name, each once."""
     return {name: param for name, param in model.named_parameters() if is_distributed(param)}
@@ -194,7 +171,7 @@ class Localised:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Replace the parameters. Raise ConfigError, with nothing changed, for Partial placements."""
         self.optimizer = optimizer
-        known = {id(param): Distribution.of(param, name) for name, param in find(model).items()}
+        known = {id(param): OverMesh.of(param, name) for name, param in find(model).items()}
         self._made: dict[int, tuple[DTensor, nn.Parameter]] = {}
         self._places: list[tuple[dict, str, DTensor]] = []
         for module in model.modules():
@@ -249,7 +226,7 @@ def _turned(state: object, param: Tensor) -> object:
         and state.shape == torch_compat.local_part(param).shape
         and state.dim()  # a scalar (`step`) stays an ordinary tensor
     ):
-        return Distribution.of(param, "").wrap(state)
+        return OverMesh.of(param, "").wrap(state)
     return state
 
 

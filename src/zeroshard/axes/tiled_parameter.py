@@ -12,98 +12,23 @@ name and shape of the whole; `named_parameters` has the tiles' own names (head.t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..engine.tensor.chunks import Box, boxes_of
+from ..engine.part import Cut, Piece
 from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..errors import TiledAccessError
 from ..utils import torch_compat
 
 
-@dataclass(frozen=True)
-class Part:
-    """Part of a parameter of `shape` that a tile, or a rank of tensor parallelism, holds: [start, stop) of dimension `dim`.
+class Tile(Piece):
+    """A module with a part of the parameters of the `Tiled` module around it."""
 
-    maps: number of matrices that the dimension packs one after the other (queries, keys and values); the part has [start, stop)
-    of each. around: set if a parameter is cut along two dimensions: `shape` is then that of the part `around`.
-    """
-
-    dim: int
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    maps: int = 1
-    around: Part | None = None
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.start <= self.stop <= self.shape[self.dim] // self.maps, self
-        assert self.maps == 1 or self.around is None, self  # packed matrices are cut along one dimension only
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        """Shape of the part."""
-        mine = self.maps * (self.stop - self.start)
-        return tuple(mine if dim == self.dim else extent for dim, extent in enumerate(self.shape))
-
-    @property
-    def unpacked(self) -> Part:
-        """Part with the same elements in the same order, with a dimension for the maps, so that it is one box of the whole."""
-        if self.maps == 1:
-            return self
-        shape = (*self.shape[: self.dim], self.maps, self.shape[self.dim] // self.maps, *self.shape[self.dim + 1 :])
-        return Part(self.dim + 1, self.start, self.stop, shape)
-
-    def boxes(self, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-        """Yield (box of the whole, its first element in the flattened part) for elements [start, stop) of the flattened part."""
-        flat, at, lead = self.unpacked, start, self.dim + 1
-        for box in boxes_of(flat.extents, start, stop):
-            if self.maps == 1:
-                yield box.within(flat.box), at
-                at += box.numel
-                continue
-            for indices in itertools.product(*map(range, box.sizes[:lead])):  # elements within one row of one map
-                offsets = (*(o + i for o, i in zip(box.offsets, indices, strict=False)), *box.offsets[lead:])
-                place = Box(offsets, (*(1,) * lead, *box.sizes[lead:])).within(flat.box)
-                joined = place.offsets[self.dim] * flat.shape[lead] + place.offsets[lead]
-                yield (
-                    Box(
-                        (*place.offsets[: self.dim], joined, *place.offsets[lead + 1 :]), (*(1,) * self.dim, *place.sizes[lead:])
-                    ),
-                    at,
-                )
-                at += place.numel
-
-    @property
-    def box(self) -> Box:
-        """Box of the part in the whole; only for maps == 1."""
-        assert self.maps == 1, "see `unpacked`"
-        outer = self.around.box.offsets if self.around is not None else (0,) * len(self.shape)
-        return Box(tuple(o + self.start * (dim == self.dim) for dim, o in enumerate(outer)), self.extents)
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the outermost parameter, which is no part of another."""
-        return self.shape if self.around is None else self.around.whole_shape
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return this part of `whole`, the outermost parameter: a view, or a copy if maps > 1."""
-        whole = whole if self.around is None else self.around.of(whole)
-        if self.maps > 1:  # flatten copies
-            whole = whole.unflatten(self.dim, (self.maps, -1)).narrow(self.dim + 1, self.start, self.stop - self.start)
-            return whole.flatten(self.dim, self.dim + 1)
-        return whole.narrow(self.dim, self.start, self.stop - self.start)
-
-
-class Tile(nn.Module):
-    """A module with a part of the parameters of the `Tiled` module around it. Always a unit of its own."""
-
-    parts: dict[str, Part]  # attribute -> part of the whole module's parameter of that name
+    def whole_name(self, name: str) -> str:
+        return whole_name(name)
 
     def _load_from_state_dict(
         self, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str], *lists: list[str]
@@ -115,10 +40,9 @@ class Tile(nn.Module):
                 missing_keys.append(name)
 
 
-class Tiled(nn.Module):
+class Tiled(Cut):
     """A module that was cut into tiles, in place. It keeps its attributes, except for the parameters, which are in the tiles."""
 
-    stands_for: type[nn.Module]
     tiles: Any  # a ModuleList of them
 
     def __getattr__(self, name: str) -> Any:
@@ -173,18 +97,6 @@ def whole_name(name: str) -> str:
     *path, tiles, _, attribute = name.split(".")
     assert tiles == "tiles", name
     return ".".join([*path, attribute])
-
-
-def part_of(owner: nn.Module, attribute: str) -> Part | None:
-    """Return the part of a larger parameter that `owner.attribute` is, or None for a whole one."""
-    return owner.parts[attribute] if isinstance(owner, Tile) else None
-
-
-def class_and_name(module: nn.Module, name: str) -> tuple[type[nn.Module], str]:
-    """Return the class and name of a module, for rules by class or name; for a tile or a tiled module, the original module's."""
-    if isinstance(module, Tile):
-        name = whole_name(f"{name}.").removesuffix(".")
-    return getattr(module, "stands_for", type(module)), name
 
 
 def join(values: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The topology of a model: its Comms for control messages, shards, values and gradients, made from the options and ranks.
+"""Opens the topology of a model (engine/topology.py): its Comms for control messages, shards, values and gradients, made from the options and ranks.
 
 plain               comm                                    comm
 groups (MiCS)       ReplicatedComm(inside, across)          + CompressedReductions in both hops
@@ -13,130 +13,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Placement
-from ..engine.comm.base import Comm, DirectComm, Reserved
+from ..engine.comm.base import Comm, DirectComm
 from ..engine.ledger import Ledger
+from ..engine.topology import Errors, Parts, Topology
 from ..errors import ConfigError
 from ..packing.backend_sums import BackendSums
 from ..packing.codecs import packing
-from ..packing.compressed import CompressedGathers, CompressedReductions, Errors
+from ..packing.compressed import CompressedGathers, CompressedReductions
 from ..packing.hierarchical import HierarchicalComm
 from ..packing.low_rank_comm import LowRankReductions
 from ..packing.replicated import ReplicatedComm
 from ..utils.compression import Compression
-from .distributed import Distribution
-from .mesh import Axes, Divided, Parts
+from .mesh import Divided
 
 _MANY = 64  # ranks of a reduction from which a report names `sums`: each sends a message to each other one for each unit
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The Comms of one model.
-
-    control: all data-parallel ranks, which agree on the next operation. shards: the ranks over which a buffer is sharded; its
-    collectives are uncompressed. values, gradients: the Comms that gather and reduce. weights, sent: compression of gathers
-    and of reductions, None where they are not compressed. notes: sentences for a report. peers, world: see axes/mesh.py;
-    without model axes they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each
-    pipeline stage. summed: see axes/mesh.py. divided: the Comms of parameters that an axis of data parallelism cuts
-    (experts), whose `cut` has the names of these axes; its `control` is the ranks with the same experts.
-    """
-
-    control: DirectComm
-    peers: DirectComm
-    world: DirectComm
-    places: Parts
-    stages: Parts
-    shards: Comm
-    values: Comm
-    gradients: Comm
-    weights: Compression | None = None
-    sent: Compression | None = None
-    errors: Errors = field(default_factory=Errors)
-    notes: list[str] = field(default_factory=list)
-    summed: float = 1
-    divided: Topology | None = None
-    cut: frozenset[str] = frozenset()
-
-    @classmethod
-    def flat(
-        cls, comm: DirectComm, peers: DirectComm | None = None, world: DirectComm | None = None, axes: Axes | None = None
-    ) -> Topology:
-        """Return a topology of one hop without compression."""
-        world, axes = world or comm, axes or Axes(None)
-        everyone = [list(range(world.world_size))]
-        return cls(
-            comm, peers or comm, world, axes.places or everyone, axes.stages or everyone, comm, comm, comm, summed=axes.summed
-        )
-
-    def of(self, distribution: Distribution | None) -> Topology:
-        """Return the topology of a parameter: this one, or that of parameters which an axis of data parallelism cuts."""
-        divided = self.divided is not None and distribution is not None and self.divided.cut & set(distribution.axes)
-        return self.divided if divided else self  # type: ignore[return-value]
-
-    @property
-    def place(self) -> list[int]:
-        """The data-parallel ranks of this rank's place, as ranks of `world`."""
-        return next(ranks for ranks in self.places if self.world.rank in ranks)
-
-    @property
-    def stage(self) -> int:
-        """Number of this rank's pipeline stage."""
-        return next(number for number, ranks in enumerate(self.stages) if self.world.rank in ranks)
-
-    @property
-    def mesh(self) -> dict[str, Parts] | None:
-        """The ranks of each place and stage, in plain values; None where no model axis cuts the model."""
-        return {"places": self.places, "stages": self.stages} if len(self.places) > 1 else None
-
-    def open(self) -> None:
-        """Allocate the buffers that were reserved (collective)."""
-        # gradients first: `open` of LowRankReductions still reserves buffers in the Comm beneath
-        for comm in dict.fromkeys((self.gradients, self.values, self.shards)):
-            comm.open()
-        if self.divided is not None:
-            self.divided.open()
-
-    def forget(self) -> None:
-        """Drop the state that reductions keep (residuals), because other values have been loaded (see `Comm.forget`)."""
-        self.gradients.forget()
-        if self.divided is not None:
-            self.divided.forget()
-
-    def release(self) -> None:
-        """Free the buffers that `open` has allocated, because the model is closed."""
-        for comm in dict.fromkeys((self.gradients, self.values, self.shards)):
-            comm.release()
-        if self.divided is not None:
-            self.divided.release()
-
-    def packs(self, name: str, dim: int) -> tuple[bool, bool]:
-        """Return whether values, and whether gradients, of a parameter may be compressed."""
-        values, gradients = (each is not None and not each.spares(name, dim) for each in (self.weights, self.sent))
-        return values, gradients
-
-    def values_of(self, packed: bool, numel: int) -> Comm:
-        """Return the Comm that gathers a group's values. packed: its parameters may be compressed (all of them, or none)."""
-        return self.values if packed and self.weights is not None and numel >= self.weights.min_numel else self.shards
-
-    def gradients_of(self, packed: bool, numel: int) -> Comm:
-        """Return the Comm that reduces a group's gradients. packed: as in `values_of`."""
-        return self.gradients if packed and self.sent is not None and numel >= self.sent.min_numel else self.shards
-
-
-def needed(values: Iterable[tuple[Comm, Reserved]], slices: Iterable[tuple[Comm, Reserved]]) -> int:
-    """Return the bytes of the buffers of all Comms on this rank: see `Comm.needed`. Each pair is a group's Comm and shard."""
-    found: dict[Comm, tuple[list[Reserved], list[Reserved]]] = {}
-    for number, groups in enumerate((values, slices)):
-        for comm, shard in groups:
-            found.setdefault(comm, ([], []))[number].append(shard)
-    return sum(comm.needed(*each) for comm, each in found.items())
 
 
 def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..axes.tiled_parameter import Part
+from ..engine.part import Part
 from ..seam import StateSlice
 
 _CHUNK_NUMEL = 1 << 20

@@ -26,7 +26,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..axes.tiled_parameter import Part
+from ..engine.part import Part
 from ..engine.tensor.chunks import Box, boxes_of
 from ..errors import ConfigError
 from ..seam import StateSlice, engine_of

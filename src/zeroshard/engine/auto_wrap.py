@@ -4,7 +4,7 @@
              large parameters outside the blocks (embedding, head) get units of their own; the rest is the root unit
     model    one unit;   leaf   one unit per module that owns parameters;   classes or a function: those modules
 
-A tile (axes/tiled_parameter.py) is a unit of its own in every mode, since it exists to be gathered alone.
+A piece of a module (a tile) is a unit of its own in every mode, since it exists to be gathered alone.
 A parameter that is tied across units goes to a unit that is entered through all of its owners. Sizes are in elements.
 
 `Policy` resolves `Config.dtypes`: the dtype in which each module computes, and where that changes.
@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..axes.distributed import distribution_of
-from ..axes.tiled_parameter import Tile, Tiled, class_and_name, whole_name
 from ..config import Config, Units
 from ..errors import ConfigError, ShardedAccessError, did_you_mean
 from ..utils import torch_compat
@@ -29,6 +27,7 @@ from ..utils.dtypes import follows_precision, is_narrow
 from ..utils.module_names import matches, own_name
 from ..utils.torch_compat import original
 from .parameter import ParamSpec
+from .part import Cut, Piece, class_and_name, distribution_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 ROOT = "(root)"  # the unit that stays gathered from the beginning of a pass to its end
@@ -128,7 +127,7 @@ class Policy:
             known.add(own_name(model, prefix))
             for attribute, param in torch_compat.own_parameters(module).items():
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                name = whole_name(name) if isinstance(module, Tile) else name
+                name = module.whole_name(name) if isinstance(module, Piece) else name
                 known.add(own_name(model, name))
                 matching = (
                     [key for key in keys if matches(model, name, key)] if param is not None and param.is_floating_point() else []
@@ -205,7 +204,7 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
     alone = [spec for spec in specs if getattr(spec.original, "unit_of_its_own", False)]
     apart = [UnitPlan(spec.name, _unique(owner for owner, _ in spec.owners), [spec]) for spec in alone]
     blocks = find_blocks(model, config.units)
-    blocks += [(own_name(model, name), module) for name, module in model.named_modules() if isinstance(module, Tile)]
+    blocks += [(own_name(model, name), module) for name, module in model.named_modules() if isinstance(module, Piece)]
     plans = {id(module): UnitPlan(name, [module]) for name, module in blocks}
     nearest: dict[int, int | None] = {}  # id of a module -> id of the innermost block around it
 
@@ -226,7 +225,7 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
     units = [plan for plan in plans.values() if plan.specs]
     if config.max_unit_numel is not None:
         units = [part for unit in units for part in _split(unit, config.max_unit_numel)]
-    tiles = [unit for unit in units if isinstance(unit.modules[0], Tile)]
+    tiles = [unit for unit in units if isinstance(unit.modules[0], Piece)]
     units = _merge([unit for unit in units if unit not in tiles], config.min_unit_numel) + tiles
     units = _rest_units(model, config, units, rest) + units + apart
     return sorted(units, key=lambda unit: min(spec.number for spec in unit.specs))
@@ -263,7 +262,7 @@ def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
 
     def visit(prefix: str, module: nn.Module) -> None:
-        children = [(name, child) for name, child in module.named_children() if not isinstance(child, Tiled)]
+        children = [(name, child) for name, child in module.named_children() if not isinstance(child, Cut)]
         counts = Counter(type(original(child)) for _, child in children) if isinstance(module, _CONTAINERS) else Counter()
         for name, child in children:
             path = f"{prefix}.{name}" if prefix else name
@@ -291,7 +290,7 @@ def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: l
     for spec in rest:
         owners = [owner for owner, _ in spec.owners]
         own_numel = sum(p.numel() for p in torch_compat.own_parameters(owners[0]).values() if p is not None)
-        tiles = all(isinstance(owner, Tile) for owner in owners)
+        tiles = all(isinstance(owner, Piece) for owner in owners)
         alone = model not in owners and all(_is_leaf(owner) for owner in owners)
         if tiles or (own_numel >= large_numel and alone):
             key = frozenset(map(id, owners))

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..axes.distributed import distribution_of, in_state_dicts
 from ..config import Config
 from ..errors import ModelChanged, ShardedAccessError, StallError
 from ..guard.out_of_memory import tell
@@ -29,6 +28,7 @@ from ..utils.module_names import take_own_names
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from ..values.ddp_interface import give_interface, take_interface
 from .auto_wrap import Policy, casts
+from .part import distribution_of
 from .reduction import gradient_hook
 from .runtime import Runtime
 from .tensor.sharded_tensor import ShardedParameter
@@ -71,7 +71,7 @@ def attach(runtime: Runtime) -> None:
     for module, name in _replaced(model):
         module.__dict__.setdefault(name, functools.partial(_REPLACEMENTS[name], module))  # the program's own stays
     give_interface(runtime)
-    runtime.handles += [model.register_load_state_dict_pre_hook(take_own_names), *in_state_dicts(model)]
+    runtime.handles.append(model.register_load_state_dict_pre_hook(take_own_names))
 
 
 def also_remove(runtime: Runtime, handles: Iterable[Any]) -> None:

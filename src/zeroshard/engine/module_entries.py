@@ -18,7 +18,7 @@ from ..utils.torch_compat import tree_map_only
 from .tensor.sharded_tensor import ShardedParameter
 
 if TYPE_CHECKING:
-    from ..axes.distributed import Distribution
+    from .part import Distribution
     from .unit import ParamGroup
 
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..axes.distributed import Distribution, is_distributed
-from ..axes.tiled_parameter import Part, part_of, whole_name
 from ..errors import ConfigError, ModelChanged, ShardedWriteError
 from ..utils.aligned import bytes_of
+from ..utils.torch_compat import is_distributed
 from .comm.base import Comm
+from .part import Distribution, Part, Piece, part_of
 from .tensor.home import Home
 from .tensor.sharded_tensor import ShardedTensor
 from .user_hooks import ONE_OPTIMIZER, UserHook, other_optimizers
@@ -36,13 +36,18 @@ class ParamSpec:
     requires_grad: bool
     given_dtype: torch.dtype  # dtype in which the user gave it
     number: int = -1  # position in the model, and bit in the masks that ranks exchange at the end of backward
-    distribution: Distribution | None = None  # of a former DTensor, over model axes; `shape` is that of the local shard
+    distribution: Distribution | None = None  # over ranks along model axes; `shape` is that of the local shard
     counts: bool = True  # True on the one of the ranks with equal values along model axes that enters sums over ranks
 
     @property
     def part(self) -> Part | None:
         """Position of this parameter in a larger one, of which it is a part (a tile, a tensor-parallel shard); None: whole."""
         return self.distribution.part if self.distribution is not None else part_of(*self.owners[0])
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes along which the parameter is cut."""
+        return () if self.distribution is None else self.distribution.axes
 
     @property
     def absent(self) -> bool:
@@ -61,7 +66,8 @@ class ParamSpec:
     @property
     def whole_name(self) -> str:
         """Name of the whole parameter that this one is, or is a part of."""
-        return self.name if part_of(*self.owners[0]) is None else whole_name(self.name)
+        owner, _ = self.owners[0]
+        return owner.whole_name(self.name) if isinstance(owner, Piece) else self.name
 
 
 class ParamHome(Home):

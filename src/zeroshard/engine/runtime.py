@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..axes.tiled_parameter import Tile
-from ..axes.topology import Topology
 from ..config import Config
 from ..errors import ModelClosed, ShardedAccessError, ZeroshardError
 from ..guard.attendance import Attendance
@@ -40,6 +38,7 @@ from .rest import Tiers
 from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
 from .tensor.sharded_tensor import ShardedTensor
+from .topology import Topology
 from .unit import ModelForward, Phase, Unit, UnitForward
 from .verbs import begin
 from .write_gate import WriteGate
@@ -273,7 +272,7 @@ class Runtime:
             unit.check_unwritten()
             self.prefetcher.staged(self.in_training())
             output = self._watch(unit, output, forward.first_node)
-            if self.in_backward and unit.sharded and torch.is_grad_enabled() and not isinstance(unit.modules[0], Tile):
+            if self.in_backward and unit.sharded and torch.is_grad_enabled() and not unit.piece:
                 unit.in_backward = True  # recomputed: its backward follows at once (not a tile's: other tiles come first)
         if unit.in_backward or not unit.sharded:  # recomputed: the end of the unit's backward releases it
             return output

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..axes.topology import Topology
 from ..config import Config, Offload, Placement, Tier
 from ..errors import OffloadIOError
-from ..packing.compressed import CompressedGathers
 from ..utils import torch_compat
 from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import UnitPlan, partition
@@ -35,6 +33,7 @@ from .sizes import Buffers, Group, rests_away
 from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .tensor.state_column import StatePlan
+from .topology import Topology
 from .unit import ParamGroup, Unit
 from .user_hooks import adopt
 
@@ -100,15 +99,14 @@ class Inventory:
         for unit in self.units:
             buckets: dict[tuple, list[ParamSpec]] = {}
             for spec in unit.specs:
-                packs = topology.of(spec.distribution).packs(spec.name, len(spec.shape))
-                axes = spec.distribution.axes if spec.distribution is not None else ()
+                packs = topology.of(spec.axes).packs(spec.name, len(spec.shape))
                 states = self.states.get(id(spec.original), StatePlan())
-                key = (packs, spec in whole, spec.dtype, spec.requires_grad, axes, states if states.coded else None)
+                key = (packs, spec in whole, spec.dtype, spec.requires_grad, spec.axes, states if states.coded else None)
                 buckets.setdefault(key, []).append(spec)
             units.append([])
             for (packs, at_rest, dtype, trained, *_), bucket in buckets.items():
                 bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
-                plans, own = [self.states.get(id(s.original), StatePlan()) for s in bucket], topology.of(bucket[0].distribution)
+                plans, own = [self.states.get(id(s.original), StatePlan()) for s in bucket], topology.of(bucket[0].axes)
                 alignment = math.lcm(ALIGNMENT, *(column.elements for column in plans[0].columns))
                 layout = FlatLayout.build([spec.shape for spec in bucket], own.shards.world_size, alignment)
                 values, gradients = own.values_of(packs[0], layout.numel), own.gradients_of(packs[1], layout.numel)
@@ -245,8 +243,7 @@ class Builder:
             if sizes.master is torch.int16:
                 masters = SplitRest(self.tiers.over(values.full) if whole else values.rest, masters)
         group = ParamGroup(unit, given, values, grads, masters)
-        if isinstance(values.comm, CompressedGathers):
-            values.comm.precise[values.number] = group.masters.precise
+        values.comm.read_precise(values.number, group.masters.precise)
         for index in range(len(group.specs)):
             self._place(group, index)
         return group

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..axes.tiled_parameter import Tile
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..utils import torch_compat
 from ..utils.autograd import memory_of
@@ -37,6 +36,7 @@ from .flat_buffer import ParameterBuffer
 from .masters import Masters
 from .module_entries import ModuleEntries
 from .parameter import ParamHome
+from .part import Piece
 from .rest import Rest
 from .tensor.released_parameter import AwayParameter, ReleasedParameter
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
@@ -267,7 +267,8 @@ class Unit:
         self.trainable = [g for g in groups if g.trainable]
         # parameters of which this rank has no part (experts of other ranks) get no gradient
         self._here = [p for group in groups for p, s in zip(group.params, group.specs, strict=True) if not s.absent]
-        self.num_params, self._tile = len(self._here), isinstance(modules[0], Tile)
+        self.num_params = len(self._here)
+        self.piece = isinstance(modules[0], Piece)  # other pieces of the module run between its forward and its backward
         self.expect()
         self._works: list[Collective] = []
         self._guarded = [
@@ -306,7 +307,7 @@ class Unit:
     @property
     def marked(self) -> bool:
         """True if its backward can end with gradients missing: then marks on the forward's inputs tell the end."""
-        return self.expected < self.num_params or self._tile
+        return self.expected < self.num_params or self.piece
 
     @property
     def in_use(self) -> bool:

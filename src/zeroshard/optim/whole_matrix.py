@@ -23,11 +23,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ..axes.tiled_parameter import part_of
 from ..engine.comm.base import Comm
 from ..engine.comm.messages import exchange_values, sendable
 from ..engine.inner_optimizer import Options, State, fresh, step_alone
 from ..engine.parameter import ParamSpec
+from ..engine.part import part_of
 from ..engine.rest import Tiers
 from ..engine.runs import Run
 from ..engine.steppers import WholeStep

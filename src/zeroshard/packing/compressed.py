@@ -18,26 +18,11 @@ from torch import Tensor
 from ..engine.comm.base import Collective, Comm, Hop, Outcome, Region, Reserved, Wrapper
 from ..engine.comm.pool import StagingPool
 from ..engine.ledger import RESIDUALS, STAGING, Ledger, claimed
+from ..engine.topology import Errors
 from .codecs.base import Codec, ErrorFeedback
 from .hierarchical import buffers
 
-_ERROR_EVERY = 64  # steps between two measurements of a unit's packing error
-
 Active = Callable[[], bool]
-
-
-class Errors:
-    """The relative error of packing, by unit, measured every `_ERROR_EVERY` steps."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, float] = {}
-        self._step: dict[str, int] = {}
-
-    def note(self, label: str, step: int, measure: Callable[[], float]) -> None:
-        """Record the error that `measure` returns, if the last measurement is `_ERROR_EVERY` steps old."""
-        if label not in self._step or step >= self._step[label] + _ERROR_EVERY:
-            self._step[label] = step
-            self.found[label] = measure()
 
 
 class _Compressed(Wrapper):
@@ -79,17 +64,17 @@ class _Compressed(Wrapper):
 
 
 class CompressedGathers(_Compressed):
-    """Comm whose gathers are compressed.
-
-    precise: region number -> function that returns the shard in the precision of its master weights, or None where it has none.
-    """
+    """Comm whose gathers are compressed."""
 
     packs_reductions = False
 
     def __init__(self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors) -> None:
         super().__init__(comm, codec, ledger, active, errors)
         self.copies = False
-        self.precise: dict[int, Callable[[], Tensor | None]] = {}
+        self._precise: dict[int, Callable[[], Tensor | None]] = {}
+
+    def read_precise(self, number: int, precise: Callable[[], Tensor | None]) -> None:
+        self._precise[number] = precise
 
     def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
         plain = 0 if self.active() else numel * dtype.itemsize  # during warm-up shards are sent uncompressed
@@ -116,7 +101,7 @@ class CompressedGathers(_Compressed):
         else:
             assert self._pool is not None
             slot, region = self._pool.take(nbytes, torch.uint8, whole=False)
-            precise = self.precise.get(number, lambda: None)()
+            precise = self._precise.get(number, lambda: None)()
             values = source.shards[self.rank] if precise is None else precise
             assert values is not None
             self._pack(values, region.tensor[: self.codec.packed_nbytes(numel)], label)

@@ -33,11 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..activations.experts import Idle, why_not
 from ..axes.along_axis import AlongAxis, Line
-from ..axes.distributed import Owned, is_distributed
+from ..axes.distributed import Owned
 from ..axes.tiled_parameter import Tile, Tiled
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
 from ..utils.joined_class import Joined, joined_class
+from ..utils.torch_compat import is_distributed
 from ..utils.transformers_compat import are_experts
 
 

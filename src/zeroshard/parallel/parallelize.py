@@ -30,12 +30,12 @@ from .. import api
 from ..activations import router_loss
 from ..activations.sequence_parallel import check as check_sequences
 from ..activations.ulysses import sequence_of
-from ..axes.distributed import is_distributed
 from ..config import Config, Tier, read_layout
 from ..data.sequence import IGNORED, check_same, cut
 from ..engine.runtime import runtime_of
 from ..errors import ConfigError
 from ..utils.axes import AXES, other_model_axes, planned_otherwise
+from ..utils.torch_compat import is_distributed
 from .experts import divide_experts, divisible, expert_imbalance
 from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
 from .stages import StandIn, cut_stages, logits_of

@@ -27,7 +27,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from ..activations import router_loss
-from ..axes.distributed import is_distributed
 from ..comm.backend_select import is_imagined
 from ..comm.shared_memory import SharedComm
 from ..diagnostics.verdict import judge
@@ -36,7 +35,7 @@ from ..engine.runtime import runtime_of
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
 from ..utils.tensor_tree import find_tensors
-from ..utils.torch_compat import stage_backward_weight
+from ..utils.torch_compat import is_distributed, stage_backward_weight
 from .stages import Stage
 from .tied import TiedParameters, exchange_objects
 

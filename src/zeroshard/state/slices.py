@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..axes.distributed import Distribution
-from ..axes.tiled_parameter import Part, part_of, whole_name
+from ..axes.tiled_parameter import whole_name
 from ..config import Tier
 from ..engine.parameter import ParamSpec
+from ..engine.part import Distribution, Part, part_of
 from ..engine.rest import CodedRest, Rest
 from ..engine.runtime import Runtime
 from ..engine.shard_model import write_value

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..axes.tiled_parameter import Part
+from ..engine.part import Part
 from ..engine.tensor.chunks import Box
 from ..engine.tensor.state_column import StateColumn
 from ..utils.aligned import bytes_of

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..axes.topology import needed
 from ..config import Config, Placement, Tier
 from ..engine.auto_wrap import ROOT
 from ..engine.comm.base import DirectComm
@@ -21,6 +20,7 @@ from ..engine.rest import Tiers
 from ..engine.shard_model import ModelLayout
 from ..engine.sizes import BUFFERS, rests_away
 from ..engine.tensor.sharded_tensor import ShardedTensor
+from ..engine.topology import needed
 from ..errors import ConfigError, HostMemoryError, OffloadIOError
 from ..utils.host import host_identity
 from .estimate import Need, Place, needs, shortage

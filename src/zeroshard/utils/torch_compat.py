@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter, methodcaller
 from types import GetSetDescriptorType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -102,11 +102,17 @@ FOREACH_TYPES: list[type[torch.Tensor]] = torch.utils._foreach_utils._foreach_su
 fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_ = (
     torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_,
 )  # fmt: skip
+_DTENSORS = "torch.distributed.tensor"
 
 
 def set_local_part(tensor: DTensor, part: torch.Tensor) -> None:
     """Replace this rank's part of a DTensor."""
     tensor._local_tensor = part
+
+
+def is_distributed(value: object) -> TypeGuard[DTensor]:
+    """Return whether a value is a DTensor."""
+    return _DTENSORS in sys.modules and isinstance(value, sys.modules[_DTENSORS].DTensor)  # not imported: nobody has made one
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
-from ..axes.distributed import is_distributed
 from ..comm import backend_select
 from ..config import Config, Placement
 from ..engine.comm.base import Comm
@@ -46,7 +45,7 @@ from ..utils import torch_compat
 from ..utils.dtypes import casts_to
 from ..utils.garbage import collect_garbage
 from ..utils.module_names import own_name
-from ..utils.torch_compat import exchange, own_buffers, own_parameters, swap, tree_map_only
+from ..utils.torch_compat import exchange, is_distributed, own_buffers, own_parameters, swap, tree_map_only
 from ..utils.transformers_compat import initialiser
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..axes.tiled_parameter import Part, parts_in, whole_name
+from ..axes.tiled_parameter import parts_in, whole_name
 from ..config import Placement
 from ..engine.ledger import GATHERED
+from ..engine.part import Part
 from ..engine.rest import Rest
 from ..engine.runtime import Runtime, runtime_of
 from ..engine.tensor.sharded_tensor import trace_of

@@ -7,8 +7,8 @@ from helpers import OddGPT, adamw, seeded, token_batches
 from mesh_kit import on_ranks, options_of
 
 import zeroshard as zs
+from zeroshard import api
 from zeroshard.config import Tier
-from zeroshard.engine import shard_model
 from zeroshard.engine.ledger import RESIDUALS, SECONDARY, STAGING
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.engine.sizes import BUFFERS
@@ -29,14 +29,14 @@ CELLS = {
 @pytest.mark.parametrize("name", CELLS)
 def test_what_was_reserved_is_what_the_ledger_holds(name, monkeypatch):
     forecast: dict[int, int] = {}
-    needs = shard_model.ModelLayout.needs
+    needs = api.needs_of
 
     def note(layout):
         found = needs(layout)
         forecast[layout.topology.control.rank] = found[BUFFERS, Tier.DEVICE, None]
         return found
 
-    monkeypatch.setattr(shard_model.ModelLayout, "needs", note)
+    monkeypatch.setattr(api, "needs_of", note)
     data = token_batches(2, 1, 4)
 
     def on_rank(rank, more):

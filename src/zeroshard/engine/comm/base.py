@@ -192,6 +192,9 @@ class Comm(Group, ABC):
     def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
         """Announce gathers, from region `number` (0: one without a number), of shards of `numel` elements (collective)."""
 
+    def read_precise(self, number: int, precise: Callable[[], Tensor | None]) -> None:
+        """Get the function that returns the shard of region `number` as its masters have it, or None; gathers that compress read it."""
+
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         """Announce reductions of `world_size` slices of `numel` elements each. Call for each, before the first reduction."""
 
@@ -287,6 +290,7 @@ class DirectComm(Control, Comm):
     """
 
     local: DirectComm | None = None
+    stall_timeout_s: float = 60.0  # a rank that has waited so long asks its peers where they are
 
     @property
     def control(self) -> Control:  # type: ignore[override]

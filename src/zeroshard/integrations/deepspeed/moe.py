@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...axes.distributed import distribution_of
 from ...engine.hooks import also_remove
+from ...engine.part import distribution_of
 from ...engine.runtime import runtime_of
 from .sections import DeepSpeedConfigError
 

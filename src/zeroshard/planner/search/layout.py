@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from ...axes.topology import Topology, imagined_topology
+from ...axes.topology import imagined_topology
 from ...config import DEVICE_NAMES, PRECISIONS, STAGES, STATES, Config, Tier
 from ...engine.sizes import rests_away
 from ...engine.tensor.state_column import StateColumn
+from ...engine.topology import Topology
 from ...errors import ConfigError, did_you_mean
 from ...formats.state_codecs import coded_column
 from ...packing.codecs import packing

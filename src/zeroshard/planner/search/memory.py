@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import torch
 
-from ...axes.topology import needed
 from ...config import Config, Placement, Tier
 from ...engine.comm.sums import GPU_CHUNK_NUMEL, RECEIVED_NBYTES
 from ...engine.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
 from ...engine.prefetch import most_gathered
 from ...engine.sizes import BUFFERS, Group, rests_away
+from ...engine.topology import needed
 from ...tiers.estimate import needs
 from ..plan import ACTIVATIONS, Held, fullest, memories
 from .layout import Layout, comms_of, packed_nbytes
