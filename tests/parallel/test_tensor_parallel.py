@@ -306,9 +306,9 @@ class Cells:
         zs.close(model)
 
     def begun(self) -> None:
-        """An optimizer that has stepped before keeps its states."""
+        """An optimizer that has stepped before keeps its states; every rank has taken the same step (others are refused)."""
         plain, model, optimizer = self.fresh()
-        self.backward(model, 0)
+        whole(model(*batch(0, 0, 0))).backward()
         optimizer.step()
         optimizer.zero_grad()
         model, optimizer = zs.shard(model, optimizer, mesh=self.mesh, stage=2)
