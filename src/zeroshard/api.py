@@ -40,9 +40,11 @@ from .engine.tensor.sharded_tensor import ShardedTensor
 from .engine.topology import Topology
 from .engine.unit import Phase
 from .engine.verbs import begin
+from .engine.watch import Watches
 from .errors import ConfigError, ZeroshardError
 from .formats.state_plans import state_plans
-from .guard.out_of_memory import telling_shortage
+from .guard.model_changes import ModelWatch, ValueWatch
+from .guard.out_of_memory import tell, telling_shortage
 from .guard.rank_consistency import agree_on_initial_values, check_same_model
 from .guard.shared_storage import check_sharing
 from .optim.late_optimizer import watch
@@ -59,6 +61,7 @@ from .values import init_context
 from .values.closing import close as close
 from .values.closing import whole_values
 from .values.ddp_interface import accumulate as accumulate
+from .values.ddp_interface import give_interface
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
 
     from .config import ShardOptions
 
+_WATCHES = Watches(ValueWatch, tell)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -196,12 +200,16 @@ def _shard(
     layout = inventory.lay_out(config, comms)
     units = {unit.name: unit.specs for unit in inventory.units}
     room = _room(layout, tiers, optimizer, telling_shortage(model, config, ledger, group, "zs.shard", units))
-    runtime = Runtime(model, config, comms, tiers, progress, lambda runtime: build_units(runtime, optimizer, layout, room))
+    runtime = Runtime(
+        model, config, comms, tiers, progress, lambda runtime: build_units(runtime, optimizer, layout, room), _WATCHES
+    )
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
     object.__setattr__(model, "_zeroshard", runtime)
     connect(runtime, axes.lines)
+    runtime.model_watch = ModelWatch(model, runtime.groups)
     hooks.attach(runtime)
+    give_interface(runtime)
     hooks.also_remove(runtime, distributed.in_state_dicts(model))
     engine = Engine(runtime)
     for each in attached:

@@ -5,7 +5,7 @@
     zs.stop_together    both stop after step 2
 
 A rank whose data has ended still has a shard of every state, which the other ranks need for their all-gathers, reduce-scatters,
-norms and steps. They announce to it each event (guard/attendance.py), and it takes part without running the model: it gathers the
+norms and steps. They announce to it each event (engine/attendance.py), and it takes part without running the model: it gathers the
 same units, reduces zeros, and steps its shards with the other ranks' options.
 """
 

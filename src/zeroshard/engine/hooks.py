@@ -21,12 +21,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..config import Config
 from ..errors import ModelChanged, ShardedAccessError, StallError
-from ..guard.out_of_memory import tell
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
 from ..utils.module_names import take_own_names
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
-from ..values.ddp_interface import give_interface, take_interface
 from .auto_wrap import Policy, casts
 from .part import distribution_of
 from .reduction import gradient_hook
@@ -70,7 +68,6 @@ def attach(runtime: Runtime) -> None:
     model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     for module, name in _replaced(model):
         module.__dict__.setdefault(name, functools.partial(_REPLACEMENTS[name], module))  # the program's own stays
-    give_interface(runtime)
     runtime.handles.append(model.register_load_state_dict_pre_hook(take_own_names))
 
 
@@ -81,7 +78,6 @@ def also_remove(runtime: Runtime, handles: Iterable[Any]) -> None:
 
 def detach(runtime: Runtime) -> None:
     """Remove every hook; the inverse of `attach`."""
-    take_interface(runtime)
     runtime.comm.progress.models.discard(runtime.model)
     _attached.pop(id(runtime), None)
     for handle in runtime.handles:
@@ -117,7 +113,7 @@ def _backward_failed(error: BaseException) -> None:
     if not mine and len(runtimes) == 1:  # it failed before a gradient reached the model's outputs
         mine = runtimes
     if mine:
-        tell(error, mine[-1], "the backward")
+        mine[-1].watches.tell(error, mine[-1], "the backward")
 
 
 register_module_parameter_registration_hook(_registered)  # once: torch calls them for every module of the process

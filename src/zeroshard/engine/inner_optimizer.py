@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -94,3 +95,10 @@ def _foreach_on_gpu(options: Options) -> bool:
     chosen = options.get("foreach", False) is not None or options.get("fused") is not None  # False: the class has no foreach
     looped = options.get("differentiable") or (isinstance(options.get("lr"), Tensor) and not options.get("capturable"))
     return not (chosen or looped)
+
+
+def hashable(value: object) -> Hashable:
+    """Return a hashable value that is equal for equal scalars."""
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.shape), tuple(value.reshape(-1).tolist()))
+    return value if isinstance(value, Hashable) else repr(value)

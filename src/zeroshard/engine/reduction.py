@@ -35,14 +35,14 @@ from torch import Tensor
 
 from ..config import Config, Placement, Tier
 from ..errors import ModelChanged
-from ..guard.attendance import Attendance
-from ..guard.model_changes import Freezing
 from ..utils import torch_compat
 from ..utils.work import pause
+from .attendance import Attendance
 from .comm.base import Collective, Comm, DirectComm, Region
 from .comm.pool import StagingPool
 from .flat_buffer import slot_views
 from .flat_layout import FlatLayout
+from .freezing import Freezing
 from .ledger import GRADIENTS, PARTIAL, claimed
 from .rest import Rest, Tiers
 from .tensor.sharded_tensor import clear_local_grad, local_grad

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Tier
-from ..state.state_storage import hashable
-from .inner_optimizer import State, fresh
+from .inner_optimizer import State, fresh, hashable
 from .ledger import OPTIMIZER
 from .rest import CodedRest, Rest, Tiers
 from .tensor.state_column import is_column

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..errors import ModelClosed, ShardedAccessError, ZeroshardError
-from ..guard.attendance import Attendance
-from ..guard.model_changes import Freezing, ModelWatch, ValueWatch
 from ..utils import torch_compat
 from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
 from ..utils.garbage import collect_garbage
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
+from .attendance import Attendance
 from .auto_wrap import input_dtype
+from .freezing import Freezing
 from .gradient_account import GradientAccount
 from .mixed_precision import Progress
 from .parameter import ParamHome
@@ -41,6 +41,7 @@ from .tensor.sharded_tensor import ShardedTensor
 from .topology import Topology
 from .unit import ModelForward, Phase, Unit, UnitForward
 from .verbs import begin
+from .watch import NONE, ModelWatch, Watches
 from .write_gate import WriteGate
 
 
@@ -75,14 +76,15 @@ class Runtime:
 
     def __init__(
         self, model: nn.Module, config: Config, topology: Topology, tiers: Tiers, progress: Progress,
-        build: Callable[[Runtime], list[Unit]],
+        build: Callable[[Runtime], list[Unit]], watches: Watches = NONE,
     ) -> None:  # fmt: skip
         """Call `build` for the units, which belong to this runtime. `comm` are the data-parallel ranks (`topology.control`)."""
         self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
-        self.comm = topology.control
+        self.comm, self.watches = topology.control, watches
         self.moved = tiers.away
         self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
         self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # made since zs.shard and not used yet (optim/late_optimizer.py)
+        self.model_watch = ModelWatch()  # zs.shard sets one that notices
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad
@@ -104,13 +106,12 @@ class Runtime:
             self.reductions = Reductions(units, self.config, self.comm, self.gate.read_ahead, self.attendance, self.frozen)
             self.prefetcher = Prefetcher(units, self.schedule, self.config, self.comm, self.attendance.gather)
             self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
-            self.values = ValueWatch(self.comm, self.groups)
+            self.values = watches.values(self.comm, self.groups)
 
         own([])  # parameters that a failed `build` has placed refer to this runtime
         own(build(self))
         self.end_answering = topology.world.desk.answer_for(self)  # call it to stop answering peers that ask for its state
         self.input_dtype = input_dtype(model, config, {group.values.dtype for group in self.groups})
-        self._model_watch = ModelWatch(model, self.groups)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardedAccessError(
@@ -147,7 +148,7 @@ class Runtime:
     def check_model(self) -> None:
         """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
         gathered = any(unit.pinned for unit in self.units)
-        self._model_watch.check(gathered, thoroughly=True)
+        self.model_watch.check(gathered, thoroughly=True)
         for unit in () if gathered else self.units:
             unit.entries.check_unchanged(in_use=True)
 
@@ -171,7 +172,7 @@ class Runtime:
             self.training = torch.is_grad_enabled()
             if self.attendance.gathers and not self.training and not all(unit.pinned for unit in self.units if unit.sharded):
                 self.attendance.note(f"the forward of {type(self.model).__name__}, without gradients,")
-            self._model_watch.check(any(unit.pinned for unit in self.units))
+            self.model_watch.check(any(unit.pinned for unit in self.units))
             if self.training:  # what a forward without gradients switches on (PEFT's set_adapter) is not trained there
                 self.frozen.follow()
             for unit in self.units:

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ..engine.inner_optimizer import Options, State
+from ..engine.inner_optimizer import Options, State, hashable
 from ..engine.rest import Rest
 from ..engine.runs import Run
 from ..engine.tensor.state_column import is_column
 from ..engine.unit import ParamGroup
 from ..utils.aligned import empty
 from ..utils.torch_compat import alone
-from .state_storage import hashable
 from .tensor_reader import Bulk
 
 if TYPE_CHECKING:

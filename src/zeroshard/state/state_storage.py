@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import SupportsIndex
 
 import torch
@@ -100,10 +99,3 @@ def write_state(state: Tensor, value: Tensor, name: str) -> None:
             f"{tuple(value.shape)}. To start a parameter anew, remove all of its state: optimizer.state.pop(parameter)."
         )
     state.copy_(value)
-
-
-def hashable(value: object) -> Hashable:
-    """Return a hashable value that is equal for equal scalars."""
-    if isinstance(value, Tensor):
-        return (str(value.dtype), tuple(value.shape), tuple(value.reshape(-1).tolist()))
-    return value if isinstance(value, Hashable) else repr(value)

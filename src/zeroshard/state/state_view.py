@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..engine.inner_optimizer import State
+from ..engine.inner_optimizer import State, hashable
 from ..engine.runs import Run
 from ..engine.tensor.sharded_tensor import ShardedTensor, trace_of
 from ..engine.tensor.state_column import is_column
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError, ModelClosed
 from .state_loading import Restoring, SavedState, TensorReader, scalars_for, state_dtype
-from .state_storage import StateHome, WholeState, hashable, write_state
+from .state_storage import StateHome, WholeState, write_state
 
 if TYPE_CHECKING:
     from ..engine.optimizer import OptimizerCore

@@ -15,6 +15,7 @@ zs.shard changes the model's class to a subclass of its own class with the same 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -70,7 +71,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
 
 def give_interface(runtime: Runtime) -> None:
-    """Change the class of the runtime's model; `take_interface` is the inverse."""
+    """Change the class of the runtime's model until the model is closed; `take_interface` is the inverse."""
 
     def switched(_: nn.Module, sync: bool) -> None:
         """Set whether the backwards that follow reduce gradients, as by the attribute of DDP; every rank must set the same."""
@@ -90,6 +91,7 @@ def give_interface(runtime: Runtime) -> None:
     added = {name: value for name, value in served.items() if not hasattr(runtime.model, name)}
     sharded = types.new_class(own.__name__, (ShardedModel, own), {}, lambda found: found.update(names | added))
     runtime.model.__class__ = sharded
+    runtime.handles.insert(0, types.SimpleNamespace(remove=functools.partial(take_interface, runtime)))
 
 
 def take_interface(runtime: Runtime) -> None:

@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...axes.dcp_chunks import HasChunks
 from ...errors import ShardedAccessError, ShardedWriteError
-from ...guard.refusals import HasNoMemory, remedy_of
 from ...utils import torch_compat
 from ...utils.torch_compat import OpOverload, faking, tree_map_only
 from .attributes import CarriesAttributes, attributes_of
+from .dcp_chunks import HasChunks
 from .differentiable import ReadableWhole, read
 from .home import Home, RangeHome
 from .norms import allow_foreach, take_norms
 from .op_classes import READS, computes
+from .refusals import HasNoMemory, remedy_of
 
 _T = TypeVar("_T")
 _Kind = TypeVar("_Kind", bound=Tensor)

@@ -16,10 +16,10 @@ import sys
 import zlib
 from typing import Any
 
-from ..engine.comm.base import DirectComm
-from ..engine.gradient_account import GradientAccount
-from ..engine.unit import Phase, Unit
 from ..errors import CollectiveMismatch, ZeroshardError
+from .comm.base import DirectComm
+from .gradient_account import GradientAccount
+from .unit import Phase, Unit
 
 _HEADER = struct.Struct("<BIHHHI")  # flags, backwards, calls of zero_grad, calls that every rank makes: number and digest
 _ENDED, _LAST = 1, 2  # flags: this rank's data has ended; it computes with its last batch (zs.stop_together)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, SupportsIndex
 import torch
 from torch import Tensor
 
-from ..engine.tensor.chunks import Box, boxes_of
-from ..engine.tensor.home import Sliced
-from ..errors import CheckpointError
-from ..utils import torch_compat
-from ..utils.torch_compat import OpOverload, tree_map_only
+from ...errors import CheckpointError
+from ...utils import torch_compat
+from ...utils.torch_compat import OpOverload, tree_map_only
+from .chunks import Box, boxes_of
+from .home import Sliced
 
 if TYPE_CHECKING:  # these imports take a second
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ..engine.tensor.home import Home, Sliced
-from ..errors import ShardedAccessError
-from ..utils.torch_compat import wrapped_in_ddp
+from ...errors import ShardedAccessError
+from ...utils.torch_compat import wrapped_in_ddp
+from .home import Home, Sliced
 
 _METHOD = 'In a method of another name than forward: zs.register_forward(module, "encode").'
 _NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")

@@ -1,0 +1,53 @@
+"""Watches, which a runtime calls and which here notice nothing. Services give it others (guard/)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .comm.base import DirectComm
+from .unit import ParamGroup
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class ModelWatch:
+    """A check that a model still has the parameters that zs.shard has installed."""
+
+    def check(self, gathered: bool, thoroughly: bool = False) -> None:
+        """Raise ModelChanged if it has others. gathered: inside `zs.gathered`. thoroughly: also where that takes milliseconds."""
+
+
+class ValueWatch:
+    """A check that ranks have written the same values to parameters at rest."""
+
+    def __init__(self, comm: DirectComm, groups: list[ParamGroup]) -> None:
+        """Note the groups whose values ranks compare."""
+
+    def watches(self, group: ParamGroup) -> bool:
+        """Return whether ranks compare what they write to the group's parameters and states."""
+        return False
+
+    def fingerprint(self) -> int:
+        """Return a checksum of the parameters that this rank has written since the last `agree`; 0 if it has written none."""
+        return 0
+
+    def agree(self, fingerprints: list[int] | None = None) -> None:
+        """Raise ModelMismatch on every rank if written values differ. fingerprints: of each rank, if exchanged already; else collective."""
+
+
+def _silent(error: BaseException, runtime: Runtime, where: str) -> None:
+    """Let the error pass as it is."""
+
+
+@dataclass(frozen=True)
+class Watches:
+    """The watches of a runtime. values: makes one. tell: replaces an error that left a pass by one that says more, or returns."""
+
+    values: Callable[[DirectComm, list[ParamGroup]], ValueWatch] = ValueWatch
+    tell: Callable[[BaseException, Runtime, str], None] = _silent
+
+
+NONE = Watches()
