@@ -44,7 +44,7 @@ from zeroshard.packing.codecs import CODECS, block_quantization, codec_of
 from zeroshard.planner.dry_run import observe
 from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.planner.plan import KEPT
-from zeroshard.tiers.host_memory import available_nbytes
+from zeroshard.utils.host_memory import available_nbytes
 from zeroshard.utils.sheets import PLAIN, Sheet
 from zeroshard.utils.state_format import StateFormat
 

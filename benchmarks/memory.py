@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 from pathlib import Path
 
-from zeroshard.tiers.host_memory import field_nbytes
+from zeroshard.utils.host_memory import field_nbytes
 
 
 def peak_rss_nbytes() -> int | None:

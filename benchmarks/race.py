@@ -21,7 +21,7 @@ from typing import Any
 
 from zeroshard.cli.sheets import say
 from zeroshard.planner.simulator.disk_bandwidth import PHASES, DiskSpeed, bandwidth
-from zeroshard.tiers.host_memory import available_nbytes
+from zeroshard.utils.host_memory import available_nbytes
 from zeroshard.utils.sheets import BAD, GOOD, PLAIN, WARNING
 
 from . import memory

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from .auto_stage import choose, is_auto
-from .axes import distributed, topology
-from .axes.along_axis import attachments, check_axes, connect
-from .axes.mesh import Axes, PlannedLayout, axes_of
+from .axes import distributed
+from .axes.along_axis import check_axes, connect
 from .axes.tiled_parameter import join, parts_in
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
-from .comm import backend_select
+from .comm import backend_select, topology
+from .comm.mesh import Axes, PlannedLayout, attachments, axes_of
 from .config import Config
 from .engine import hooks
 from .engine.auto_wrap import check_lazy, collect, device_of

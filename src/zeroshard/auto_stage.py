@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .axes.topology import check, imagined_topology
+from .comm.topology import check, imagined_topology
 from .config import CHOICES, DEVICE_NAMES, STATES, Config, Tier
 from .engine.comm.base import DirectComm
 from .engine.comm.messages import exchange_values
@@ -25,10 +25,10 @@ from .engine.shard_model import Inventory
 from .engine.topology import Parts
 from .errors import ConfigError, ZeroshardError
 from .formats.state_plans import state_plans
-from .tiers.host_memory import limits
 from .tiers.room import held_by
 from .utils import torch_compat
 from .utils.host import host_identity
+from .utils.host_memory import limits
 from .utils.tensor_tree import find_tensors
 from .utils.torch_compat import FakeTensorMode, without_fake_logs
 

@@ -312,7 +312,7 @@ class Config:
     max_skipped_steps: after this many non-finite steps in a row the step raises NonFiniteError; inf: never.
     hold_schedulers: torch's schedulers do not advance after a skipped step, whoever calls them.
     map_shared: ranks on one CPU host read each other's shards in place, without copies.
-    keep_host_memory: CPU: have the C allocator, for the whole process, keep freed memory between steps (tiers/host_memory.py).
+    keep_host_memory: CPU: have the C allocator, for the whole process, keep freed memory between steps (utils/host_memory.py).
         With parameters on disk it returns large blocks to the system at once instead.
     offload_optimizer: stages 1 to 3: tier on which optimizer states and master weights rest; off the device, the host steps them.
         An Offload, its device ("none", "cpu", "nvme"), or a mapping of its fields.

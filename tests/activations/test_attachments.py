@@ -9,8 +9,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.activations import router_loss, sequence_parallel
-from zeroshard.axes.along_axis import attachments
-from zeroshard.axes.mesh import Axes, Divided
+from zeroshard.comm.mesh import Axes, Divided, attachments
 from zeroshard.errors import ZeroshardError
 from zeroshard.seam import engine_of, find_engine, memory_of
 from zeroshard.testing import run_threads

@@ -124,7 +124,7 @@ def test_spawn_ends_at_the_limit_with_what_the_ranks_started(monkeypatch, capfd,
 # elsewhere the launcher promises less: ranks of one that is killed end when they next find their peers gone
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is of Linux")  # elsewhere comm/launch.py sets none
 def test_ranks_die_with_a_killed_launcher(tmp_path):
-    for name in ("comm/launch.py", "tiers/host_memory.py"):  # without the package's torch these processes start at once
+    for name in ("comm/launch.py", "utils/host_memory.py"):  # without the package's torch these processes start at once
         target = tmp_path / "alone" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(launch.__file__).parents[1] / name, target)

@@ -26,14 +26,14 @@ from zeroshard.engine.sizes import BUFFERS
 from zeroshard.errors import HostMemoryError
 from zeroshard.formats import state_plans
 from zeroshard.testing import run_threads
-from zeroshard.tiers import host_memory, room
+from zeroshard.tiers import room
 from zeroshard.tiers.estimate import Need, shortage
 from zeroshard.tiers.gradient_offload import NarrowRest
-from zeroshard.tiers.host_memory import Limit
 from zeroshard.tiers.io.swap_folder import SwapFolder
 from zeroshard.tiers.storage import FurtherTiers
-from zeroshard.utils import aligned
+from zeroshard.utils import aligned, host_memory
 from zeroshard.utils.aligned import empty_aligned
+from zeroshard.utils.host_memory import Limit
 
 MODEL = seeded(lambda: nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
 DATA = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(1))

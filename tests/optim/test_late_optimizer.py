@@ -24,7 +24,7 @@ from zeroshard.formats.state_codecs import coded_column
 from zeroshard.optim import late_optimizer
 from zeroshard.testing import run_threads
 from zeroshard.tiers import room
-from zeroshard.tiers.host_memory import Limit
+from zeroshard.utils.host_memory import Limit
 
 
 def by_kind(model: nn.Module) -> torch.optim.Optimizer:

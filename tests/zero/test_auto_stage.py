@@ -11,7 +11,7 @@ from zeroshard.comm.fake import FakeComm
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import ConfigError
 from zeroshard.testing import run_threads
-from zeroshard.tiers.host_memory import Limit
+from zeroshard.utils.host_memory import Limit
 
 MIB = 1 << 20
 

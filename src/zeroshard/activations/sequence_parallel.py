@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..axes.mesh import Axes
+from ..comm.mesh import Axes
 from ..errors import ConfigError
 from ..seam import Engine
 from ..utils.autograd import Running

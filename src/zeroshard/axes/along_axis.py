@@ -7,8 +7,6 @@ of four ranks. Each rank is in one line of each axis.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,8 +14,6 @@ from ..engine.ledger import STAGING
 from ..engine.runtime import Runtime
 from ..engine.topology import Parts
 from ..errors import ConfigError
-from ..utils.axes import AXES
-from .mesh import Axes
 
 
 class Line:
@@ -105,17 +101,3 @@ def connect(runtime: Runtime, lines: Mapping[str, Parts]) -> None:
             if module.axis not in opened:
                 opened[module.axis] = Line(runtime, module.axis, lines[module.axis])
             module._line, module.module_name = opened[module.axis], name
-
-
-def attachments(axes: Axes) -> list[Any]:
-    """Return the modules of activations/ that the rows of a mesh's axes attach to a model, in the order in which to attach them.
-
-    Each has `attach(engine, axes)`, and may have `check(model)`, which raises ConfigError before anything is changed.
-    """
-    cuts = (
-        frozenset() if axes.divided is None else axes.divided.axes
-    )  # an axis that divides experts attaches even if it has one rank
-    # attention along sp is attached before the router's loss, which ep attaches as well
-    rows = [row for row in reversed(AXES.values()) if axes.size(row.name) > 1 or row.name in cuts]
-    names = dict.fromkeys(name for row in rows for name in row.attaches)
-    return [import_module(f"..activations.{name}", __package__) for name in names]  # above this module: they use the seam

@@ -228,10 +228,3 @@ def _turned(state: object, param: Tensor) -> object:
     ):
         return OverMesh.of(param, "").wrap(state)
     return state
-
-
-def restored(local: nn.Parameter, distribution: Distribution) -> nn.Parameter:
-    """Return the DTensor parameter over a local one that is no longer in a flat buffer (zs.close)."""
-    whole = nn.Parameter(distribution.wrap(local.detach()), requires_grad=local.requires_grad)
-    whole.__dict__.update({name: value for name, value in local.__dict__.items() if name != "_distribution"})
-    return whole

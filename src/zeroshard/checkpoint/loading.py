@@ -28,8 +28,8 @@ from ..seam import StateSlice, engine_of, loaded
 from ..state import state_loading
 from ..state.state_loading import SavedState
 from ..state.tensor_reader import Stored
-from ..tiers.host_memory import available_nbytes
 from ..utils.host import ranks_here
+from ..utils.host_memory import available_nbytes
 from . import directory, module_state, safetensors
 from . import state_map as holding
 from .bulk_reader import Bulk, Reading

@@ -28,10 +28,10 @@ from torch import nn
 import zeroshard as zs
 
 from ..testing import run_threads
-from ..tiers.host_memory import limits
 from ..tiers.io.async_file import open_file
 from ..tiers.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
 from ..tiers.io.swap_folder import NETWORK_FILESYSTEMS
+from ..utils.host_memory import limits
 from ..utils.version import TESTED_TORCH
 from .arguments import how_to_install
 from .ranks import VARIABLES, available_cores

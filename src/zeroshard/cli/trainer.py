@@ -39,7 +39,7 @@ from ..data.sequence import cut
 from ..data.text import Batches, Corpus, held_out_windows
 from ..planner.measure.forecast import Forecast, forecast
 from ..planner.models import GPT
-from ..tiers.host_memory import resident_nbytes
+from ..utils.host_memory import resident_nbytes
 from .arguments import UsageError
 from .mesh_axes import MeshAxes
 from .options import OFFLOAD_PATH, TrainOptions

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..tiers.host_memory import quiet_heap
+from ..utils.host_memory import quiet_heap
 
 GRACE_S = 3.0  # time that peers of a failed rank have to notice it and to print
 TERMINATE_S = 3.0  # time between SIGTERM and SIGKILL

@@ -21,8 +21,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Sampler
 
-from ..axes.mesh import NamedRanks, place_along
 from ..comm import backend_select
+from ..comm.mesh import NamedRanks, place_along
 from ..errors import ConfigError
 from ..utils.axes import reads_other_sequences
 

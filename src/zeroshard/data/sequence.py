@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..activations import router_loss
 from ..activations.ulysses import sequence_of
-from ..axes.mesh import NamedRanks, place_along
+from ..comm.mesh import NamedRanks, place_along
 from ..engine.comm.base import DirectComm
 from ..engine.comm.messages import exchange_values
 from ..engine.runtime import runtime_of

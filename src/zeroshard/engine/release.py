@@ -13,12 +13,11 @@ import os
 
 from torch import Tensor
 
+from ..utils import host_memory
 from ..utils.aligned import round_down, round_up
 
 _MADV_DONTNEED, _MADV_REMOVE, _MADV_HUGEPAGE = 4, 9, 14  # linux/mman.h: for private pages, for a memfd's, huge ones
 _HUGE_NBYTES = 4 << 20  # two huge pages at least
-# the C library maps each block of this size and more anew; smaller ones come from its heap. tiers/host_memory.py sets it
-mapped_nbytes = 32 << 20
 
 
 def give_back(tensor: Tensor) -> int:
@@ -40,7 +39,7 @@ def take_again(tensor: Tensor, nbytes: int) -> None:
         storage.resize_(nbytes)
         # huge pages in a block that was just mapped: 50 MB are filled in 10 ms, not 34-40 (12,000 pages to clear). Smaller blocks
         # come from the heap, and the kernel does not clear them again. Not on a device, and not fake
-        if storage.device.type == "cpu" and tensor.nbytes >= max(_HUGE_NBYTES, mapped_nbytes):
+        if storage.device.type == "cpu" and tensor.nbytes >= max(_HUGE_NBYTES, host_memory.mapped_nbytes):
             _advise(tensor, _MADV_HUGEPAGE)
 
 

@@ -33,9 +33,9 @@ class Topology:
 
     control: all data-parallel ranks, which agree on the next operation. shards: the ranks over which a buffer is sharded; its
     collectives are uncompressed. values, gradients: the Comms that gather and reduce. weights, sent: compression of gathers
-    and of reductions, None where they are not compressed. notes: sentences for a report. peers, world: see axes/mesh.py;
+    and of reductions, None where they are not compressed. notes: sentences for a report. peers, world: see comm/mesh.py;
     without model axes they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each
-    pipeline stage. summed: see axes/mesh.py. divided: the Comms of parameters that an axis of data parallelism cuts
+    pipeline stage. summed: see comm/mesh.py. divided: the Comms of parameters that an axis of data parallelism cuts
     (experts), whose `cut` has the names of these axes; its `control` is the ranks with the same experts.
     """
 

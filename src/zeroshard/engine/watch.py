@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 
+FAILURES = (RuntimeError, MemoryError)  # a failed allocation raises one of these, as other failures do
+
+
 class ModelWatch:
     """A check that a model still has the parameters that zs.shard has installed."""
 

@@ -24,14 +24,14 @@ from ..config import Config, Tier
 from ..engine.comm.base import Comm
 from ..engine.ledger import GATHERED, PARTIAL, STAGING, Ledger
 from ..engine.parameter import ParamSpec
+from ..engine.watch import FAILURES
 from ..errors import OUT_OF_MEMORY_PAGE, HostMemoryError, ZeroshardError
-from ..tiers.host_memory import limits, resident_nbytes
+from ..utils.host_memory import limits, resident_nbytes
 from ..utils.transformers_compat import recomputes
 
 if TYPE_CHECKING:
     from ..engine.runtime import Runtime
 
-FAILURES = (RuntimeError, MemoryError)  # a failed allocation raises one of these, as other failures do
 _ON_HOST = "DefaultCPUAllocator: can't allocate memory"  # torch's words, in a RuntimeError
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _COME_AND_GO = (GATHERED, STAGING, PARTIAL)  # partly released while the error propagated, so the message has their peak

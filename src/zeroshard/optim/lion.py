@@ -11,14 +11,16 @@ parameters agree (tests/optim/test_cpu_kernels.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..engine.inner_optimizer import Options
+from ..engine.inner_optimizer import Options, State
 from ..errors import ConfigError
+from ..tiers.cpu_kernels import Kernel, register
 
 
 class Lion(torch.optim.Optimizer):
@@ -81,3 +83,25 @@ def lion_update(param: Tensor, grad: Tensor, exp_avg: Tensor, options: Options, 
         param.mul_(1 - lr * weight_decay)
     param.add_(direction, alpha=-lr)
     exp_avg.lerp_(grad, 1 - beta2)
+
+
+class _Lion(Kernel):
+    """Kernel of zs.Lion: its own passes, with a scratch buffer that stays in the cache."""
+
+    columns = ("exp_avg",)
+    passes = 5
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
+        self._own = threading.local()  # .scratch: one buffer per thread
+
+    def count(self, state: State) -> None:
+        return None
+
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: None, options: Options) -> None:
+        scratch = getattr(self._own, "scratch", None)
+        if scratch is None or scratch.numel() < param.numel():
+            scratch = self._own.scratch = torch.empty_like(param, requires_grad=False)
+        lion_update(param, grad, columns[0], options, scratch[: param.numel()])
+
+
+register(Lion, _Lion)

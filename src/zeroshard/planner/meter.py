@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..config import Tier
 from ..engine.ledger import Ledger, Observer, listener
-from ..tiers.host_memory import KEEP_NBYTES, MMAP_NBYTES
 from ..utils import torch_compat
+from ..utils.host_memory import KEEP_NBYTES, MMAP_NBYTES
 from .plan import ACTIVATIONS, Held
 
 _ROUNDED = 512  # bytes: blocks of torch's caching allocators
@@ -102,7 +102,7 @@ class Meter(Observer):
     def kept(self, phase: str) -> int:
         """Return the bytes of the C library's heap that are free at the fullest moment of a phase: holes that other phases left.
 
-        This holds for ranks with `quiet_heap` (tiers/host_memory.py): they use again what loading has freed, but the step's
+        This holds for ranks with `quiet_heap` (utils/host_memory.py): they use again what loading has freed, but the step's
         larger blocks do not fit between those of forward and backward, nor vice versa. The C library keeps at most KEEP_NBYTES.
         """
         computing, stepping = (max(0, self._heap_highest[optimizing] - self._heap_nbytes) for optimizing in (False, True))

@@ -20,7 +20,7 @@ from .simulator.trace import Trace
 
 PHASES = ("load", "first step", "forward", "backward", "step", "save")
 ACTIVATIONS = "activations"  # and all else that operators allocate: inputs, logits, temporaries
-KEPT = "kept by the C library"  # only on CPUs: holes that other phases have left in the heap, see tiers/host_memory.py
+KEPT = "kept by the C library"  # only on CPUs: holes that other phases have left in the heap, see utils/host_memory.py
 
 Held = dict[str, int]  # bytes by category: those of engine/ledger.py, and ACTIVATIONS
 

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engine.comm.messages import exchange_values, sendable
 from ..engine.inner_optimizer import State
@@ -30,7 +30,6 @@ from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError, ZeroshardError
 from ..utils.aligned import bytes_of
-from ..values.gathered_parameters import home_of, is_gathered
 from .state_view import entries_of, write_entry
 
 
@@ -56,8 +55,8 @@ class ParameterPart(ABC):
     replicated: bool  # whether every rank holds all of it
 
     def __init__(self, param: Tensor) -> None:
-        home = home_of(param)
-        if is_gathered(param):
+        home = getattr(param, "_home", None) if isinstance(param, nn.Parameter) else None
+        if id(param) in whole_now:  # by zs.gathered
             raise ZeroshardError(
                 f"{whole_now[id(param)].home.name} is gathered by zs.gathered: read or set its {self.what} outside of that `with` block."
             )

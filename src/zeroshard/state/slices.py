@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..axes.tiled_parameter import whole_name
 from ..config import Tier
 from ..engine.parameter import ParamSpec
-from ..engine.part import Distribution, Part, part_of
+from ..engine.part import Distribution, Part, Piece
 from ..engine.rest import CodedRest, Rest
 from ..engine.runtime import Runtime
 from ..engine.shard_model import write_value
@@ -209,10 +208,11 @@ def named_parts(model: nn.Module, specs: Iterable[ParamSpec]) -> list[NamedPart]
     def names(spec: ParamSpec) -> Iterator[str]:
         yield spec.whole_name
         for owner, attribute in spec.owners:
-            of_tile = part_of(owner, attribute) is not None  # a shard along model axes has the whole's name
             for prefix in prefixes.get(id(owner), ()):
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                yield whole_name(name) if of_tile else name
+                yield (
+                    owner.whole_name(name) if isinstance(owner, Piece) else name
+                )  # a shard along model axes has the whole's name
 
     return [NamedPart(s.name, tuple(dict.fromkeys(names(s))), s.whole_shape, s.part, s.distribution) for s in specs]
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,6 @@ from torch import Tensor
 from ..engine.flat_layout import round_up
 from ..engine.inner_optimizer import Options, State
 from ..engine.tensor.stretch import Stretch
-from ..optim.lion import Lion, lion_update
 from ..utils import torch_compat
 from ..utils.host import cache_nbytes, ranks_here
 
@@ -176,32 +174,21 @@ class _Adagrad(Kernel):
         return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), "sum": full}
 
 
-class _Lion(Kernel):
-    """Kernel of zs.Lion: its own passes, with a scratch buffer that stays in the cache."""
-
-    columns = ("exp_avg",)
-    passes = 5
-
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
-        self._own = threading.local()  # .scratch: one buffer per thread
-
-    def count(self, state: State) -> None:
-        return None
-
-    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: None, options: Options) -> None:
-        scratch = getattr(self._own, "scratch", None)
-        if scratch is None or scratch.numel() < param.numel():
-            scratch = self._own.scratch = torch.empty_like(param, requires_grad=False)
-        lion_update(param, grad, columns[0], options, scratch[: param.numel()])
-
-
 _KERNELS: dict[type, Callable[[torch.optim.Optimizer, Options], Kernel]] = {
     torch.optim.Adam: _Adam,
     torch.optim.AdamW: _Adam,
     torch.optim.SGD: _SGD,
     torch.optim.Adagrad: _Adagrad,
-    Lion: _Lion,
 }
+
+
+_EXACT: set[type] = set()  # classes whose own step computes the bits of their kernel, whatever their options
+
+
+def register(cls: type, kernel: Callable[[torch.optim.Optimizer, Options], Kernel]) -> None:
+    """Give an optimizer's class a kernel that computes the same bits as its own step."""
+    _KERNELS[cls] = kernel
+    _EXACT.add(cls)
 
 
 def kernel_for(optimizer: torch.optim.Optimizer, options: Options) -> Kernel | None:
@@ -229,7 +216,7 @@ def matches(optimizer: torch.optim.Optimizer) -> bool:
     True for zs.Lion and for fused=True; other optimizers that have a kernel compute the same formula with other last bits.
     """
     return all(
-        kernel_for(optimizer, group) is not None and (isinstance(optimizer, Lion) or group.get("fused") is True)
+        kernel_for(optimizer, group) is not None and (isinstance(optimizer, tuple(_EXACT)) or group.get("fused") is True)
         for group in optimizer.param_groups
     )
 

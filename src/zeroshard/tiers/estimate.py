@@ -21,7 +21,7 @@ from ..engine.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..engine.sizes import BUFFERS, Buffers, Group
 from ..errors import OUT_OF_MEMORY_PAGE
 from ..utils.host import host_identity
-from .host_memory import Limit
+from ..utils.host_memory import Limit
 
 PAGE_NBYTES = 4096  # regions on disk and mapped memory begin at multiples of this
 _CATEGORIES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, BUFFERS)

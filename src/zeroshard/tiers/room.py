@@ -23,8 +23,8 @@ from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..engine.topology import needed
 from ..errors import ConfigError, HostMemoryError, OffloadIOError
 from ..utils.host import host_identity
+from ..utils.host_memory import keep_freed_memory, limits
 from .estimate import Need, Place, needs, shortage
-from .host_memory import keep_freed_memory, limits
 from .storage import FurtherTiers
 
 

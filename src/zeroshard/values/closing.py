@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..axes import distributed
 from ..engine import hooks
+from ..engine.part import Distribution
 from ..engine.runtime import Runtime, runtime_of
 from ..engine.tensor.attributes import attributes_of
 from ..engine.tensor.sharded_tensor import ReplicatedParameter, set_data
@@ -121,6 +121,13 @@ def restore_parameter(group: ParamGroup, index: int, value: Tensor) -> None:
         param.__dict__.pop("_home", None)
     if spec.distribution is not None:
         owner, attribute = spec.owners[0]
-        whole = distributed.restored(own_parameters(owner)[attribute], spec.distribution)
+        whole = _restored(own_parameters(owner)[attribute], spec.distribution)
         for owner, attribute in spec.owners:
             own_parameters(owner)[attribute] = whole
+
+
+def _restored(local: nn.Parameter, distribution: Distribution) -> nn.Parameter:
+    """Return the DTensor parameter over a local one that is no longer in a flat buffer (zs.close)."""
+    whole = nn.Parameter(distribution.wrap(local.detach()), requires_grad=local.requires_grad)
+    whole.__dict__.update({name: value for name, value in local.__dict__.items() if name != "_distribution"})
+    return whole

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from ..engine.runtime import Runtime, runtime_of
-from ..guard.out_of_memory import FAILURES, tell
+from ..engine.watch import FAILURES
 
 
 class ShardedModel:
@@ -42,7 +42,8 @@ class ShardedModel:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except FAILURES as error:
             if "_zeroshard" in self.__dict__:  # else zs.close could not restore the class, since the program has changed it
-                tell(error, self.__dict__["_zeroshard"], "the forward")
+                runtime = self.__dict__["_zeroshard"]
+                runtime.watches.tell(error, runtime, "the forward")
             raise
 
     def __getattr__(self, name: str) -> Any:

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..axes.tiled_parameter import parts_in, whole_name
 from ..config import Placement
 from ..engine.ledger import GATHERED
-from ..engine.part import Part
+from ..engine.part import Part, Piece
 from ..engine.rest import Rest
 from ..engine.runtime import Runtime, runtime_of
 from ..engine.tensor.sharded_tensor import trace_of
@@ -147,14 +146,15 @@ def put_full_tensors(
 def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[_Item]:
     """Return all tensors of the state dict, parameters in the order of units and then buffers."""
     state = own_state(runtime.model)  # names by object, since hooks may rename them
-    tiled, known = parts_in(runtime.model, state), dict[int, list[str]]()
+    known = dict[int, list[str]]()
     for name, value in state.items():
         known.setdefault(id(value), []).append(name)
     whole: dict[str, _Item] = {}
     items: list[_Item] = []
     for group, index in ((each, index) for each in runtime.groups for index in range(len(each.specs))):
-        names = [whole_name(name) if name in tiled else name for name in known.pop(id(group.params[index]), [])]
-        spec = group.specs[index]
+        spec, names = group.specs[index], known.pop(id(group.params[index]), [])
+        piece = next((owner for owner, _ in spec.owners if isinstance(owner, Piece)), None)
+        names = [name if piece is None else piece.whole_name(name) for name in names]
         part = spec.part if spec.distribution is None else None
         if names and names[0] in whole:
             whole[names[0]].sources.append((group, index, part))

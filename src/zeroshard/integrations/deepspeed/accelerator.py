@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...tiers.host_memory import available_nbytes, resident_nbytes
 from ...utils import torch_compat
+from ...utils.host_memory import available_nbytes, resident_nbytes
 
 T = TypeVar("T")
 _TENSORS = {

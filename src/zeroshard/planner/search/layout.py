@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...axes.topology import imagined_topology
+from ...comm.topology import imagined_topology
 from ...config import DEVICE_NAMES, PRECISIONS, STAGES, STATES, Config, Tier
 from ...engine.sizes import rests_away
 from ...engine.tensor.state_column import StateColumn

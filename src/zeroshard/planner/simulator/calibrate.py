@@ -34,9 +34,9 @@ from ...engine.comm.base import DirectComm
 from ...engine.runtime import runtime_of
 from ...errors import ConfigError, SwapError
 from ...tiers.cpu_kernels import visible_cores
-from ...tiers.host_memory import available_nbytes, keep_freed_memory
 from ...tiers.io.swap_folder import SwapFolder
 from ...utils import torch_compat
+from ...utils.host_memory import available_nbytes, keep_freed_memory
 from ...utils.torch_compat import TorchDispatchMode
 from ..measure.probe import Rehearsal, step_rate
 from .disk_bandwidth import PHASES, REQUEST_NBYTES, Burst, DiskBursts, DiskSpeed, bandwidth

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Placement
 from ..engine.comm.base import Comm, DirectComm
 from ..engine.ledger import Ledger
@@ -31,6 +30,7 @@ from ..packing.hierarchical import HierarchicalComm
 from ..packing.low_rank_comm import LowRankReductions
 from ..packing.replicated import ReplicatedComm
 from ..utils.compression import Compression
+from .fake import FakeComm, Imagination, imagination
 from .mesh import Divided
 
 _MANY = 64  # ranks of a reduction from which a report names `sums`: each sends a message to each other one for each unit

@@ -24,8 +24,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine import release
-
 try:
     import resource
 except ImportError:  # not a POSIX system, which has no such limits
@@ -35,6 +33,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEEP_NBYTES = 128 << 20  # free memory that is kept at the top of the heap
 MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; smaller blocks come from its heap
 _RETURNED_NBYTES = 1 << 20  # blocks of this size and more are unmapped when they are freed, without `large`
+mapped_nbytes = MMAP_NBYTES  # the C library maps each block of this size and more anew; smaller ones come from its heap
 _TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)  # the version without bug 30723
 _CACHE, _HUGE = "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
 
@@ -59,8 +58,9 @@ def keep_freed_memory(large: bool = True) -> bool:
 
     Return False where the C library has no such setting.
     """
+    global mapped_nbytes
     trim_nbytes, mmap_nbytes = (KEEP_NBYTES, MMAP_NBYTES) if large else (_RETURNED_NBYTES, _RETURNED_NBYTES)
-    release.mapped_nbytes = mmap_nbytes
+    mapped_nbytes = mmap_nbytes
     try:
         mallopt = ctypes.CDLL(None).mallopt  # of the C library that the process has loaded
     except (OSError, AttributeError):

@@ -16,13 +16,13 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm import backend_select
 from ..config import read_layout
 from ..engine.comm.base import Comm, DirectComm
 from ..engine.part import Distribution
@@ -30,6 +30,7 @@ from ..engine.topology import Parts
 from ..errors import ConfigError
 from ..utils.axes import AXES, DP, EP, MODEL_AXES, SP, cuts_model, other_model_axes, planned_otherwise, role
 from ..utils.torch_compat import group_of_members, unset_fake_temporarily
+from . import backend_select
 
 
 @dataclass(frozen=True)
@@ -289,3 +290,17 @@ class PlannedLayout:
         )
         if text and world.rank == 0:
             print(f"zeroshard: {text}", file=sys.stderr)
+
+
+def attachments(axes: Axes) -> list[Any]:
+    """Return the modules of activations/ that the rows of a mesh's axes attach to a model, in the order in which to attach them.
+
+    Each has `attach(engine, axes)`, and may have `check(model)`, which raises ConfigError before anything is changed.
+    """
+    cuts = (
+        frozenset() if axes.divided is None else axes.divided.axes
+    )  # an axis that divides experts attaches even if it has one rank
+    # attention along sp is attached before the router's loss, which ep attaches as well
+    rows = [row for row in reversed(AXES.values()) if axes.size(row.name) > 1 or row.name in cuts]
+    names = dict.fromkeys(name for row in rows for name in row.attaches)
+    return [import_module(f"..activations.{name}", __package__) for name in names]  # above this module: they use the seam
