@@ -36,7 +36,7 @@ from zeroshard.checkpoint import heartbeat
 from zeroshard.comm.fake import FakeComm
 from zeroshard.comm.launch import run_processes
 from zeroshard.engine.comm import process_group
-from zeroshard.engine.comm.messages import decode, encode
+from zeroshard.seam import decode, encode
 from zeroshard.utils.one_thread import Turn
 
 from . import memory

@@ -14,10 +14,10 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.engine.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.planner.models import GPT
 from zeroshard.planner.models.gpt import GPTConfig
+from zeroshard.seam import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
 from zeroshard.testing import imagined_mesh
 from zeroshard.utils.torch_compat import FakeTensorMode
 

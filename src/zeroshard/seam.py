@@ -15,18 +15,63 @@ from torch.utils.hooks import RemovableHandle
 
 from .axes.along_axis import Line
 from .engine import verbs
-from .engine.comm.base import DirectComm
-from .engine.comm.control import Control
-from .engine.ledger import Observer as Observer
+from .engine.auto_wrap import LARGE_FRACTION, ROOT, collect, find_blocks, partition
+from .engine.comm.base import Collective, Comm, DirectComm
+from .engine.comm.control import Control, Sent, operation
+from .engine.comm.messages import decode, encode, exchange_values
+from .engine.comm.pool import BufferPool, StagingPool
+from .engine.comm.streams import streams_for
+from .engine.comm.sums import GPU_CHUNK_NUMEL, RECEIVED_NBYTES
+from .engine.flat_layout import ALIGNMENT, round_up
+from .engine.ledger import (
+    AVERAGES,
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    OF_ACTIVATIONS,
+    OPTIMIZER,
+    PARAMETERS,
+    PARTIAL,
+    RESIDUALS,
+    SECONDARY,
+    STAGING,
+    Ledger,
+    Observer,
+    Traffic,
+    listener,
+    making,
+)  # fmt: skip
 from .engine.mixed_precision import LossScaler
 from .engine.parameter import ParamHome
+from .engine.part import Part
+from .engine.prefetch import most_gathered
+from .engine.rest import Links
 from .engine.runtime import Runtime, runtime_of
-from .engine.topology import Parts
+from .engine.sizes import BUFFERS, Group, rests_away
+from .engine.tensor.chunks import Box, boxes_of, overlap
+from .engine.tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
+from .engine.tensor.state_column import StateColumn
+from .engine.topology import Parts, Topology, needed
 from .reports.snapshot import Snapshot, snapshot_of
-from .state.slices import NamedPart as NamedPart
-from .state.slices import StateSlice as StateSlice
-from .state.slices import loaded as loaded
-from .state.slices import slices_of
+from .state.slices import NamedPart, StateSlice, loaded, slices_of
+
+__all__ = [  # noqa: RUF022  # by subject
+    # a sharded model
+    "Engine", "NamedPart", "Snapshot", "StateSlice", "abort_peers", "engine_of", "find_engine", "loaded", "memory_of",
+    # what bytes are held for, and who is told of them
+    "AVERAGES", "GATHERED", "GRADIENTS", "MASTERS", "OF_ACTIVATIONS", "OPTIMIZER", "PARAMETERS", "PARTIAL", "RESIDUALS",
+    "SECONDARY", "STAGING", "Ledger", "Observer", "Traffic", "listener", "making",
+    # ranks and what they say to each other
+    "Collective", "Comm", "DirectComm", "Parts", "Sent", "Topology", "decode", "encode", "exchange_values", "needed", "operation",
+    "streams_for",
+    # memory of constant size, and copies between tiers
+    "BufferPool", "Links", "StagingPool",
+    # tensors of which a rank holds a slice, and parts of larger ones
+    "Box", "Part", "ReplicatedParameter", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap",
+    # how a model is laid out, for formulas
+    "ALIGNMENT", "BUFFERS", "GPU_CHUNK_NUMEL", "Group", "LARGE_FRACTION", "RECEIVED_NBYTES", "ROOT", "collect", "find_blocks",
+    "most_gathered", "partition", "rests_away", "round_up",
+]  # fmt: skip
 
 
 class Engine:

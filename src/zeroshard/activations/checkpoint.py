@@ -33,12 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from ..comm import backend_select
 from ..comm.fake import Watcher
 from ..config import Offload, Tier, Units
-from ..engine.auto_wrap import find_blocks
-from ..engine.comm.streams import streams_for
-from ..engine.ledger import Ledger
-from ..engine.rest import Links
 from ..errors import ConfigError, ZeroshardError
-from ..seam import find_engine
+from ..seam import Ledger, Links, find_blocks, find_engine, streams_for
 from ..tiers.offload_states import Spare
 from ..utils import torch_compat
 from ..utils.saved_tensors import Outer

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..axes.tiled_parameter import Tile, Tiled
-from ..engine.part import Part
+from ..seam import Part
 from ..utils import torch_compat
 from ..utils.joined_class import Joined, new_joined
 from ..utils.torch_compat import is_distributed

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..axes.tiled_parameter import Tile, Tiled
-from ..engine.part import Part
+from ..seam import Part
 from .cross_entropy import LogitStatistics
 
 _NORMAL_CHUNK = 16  # number of normal values that torch draws as a group on the CPU

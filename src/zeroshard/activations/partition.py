@@ -15,10 +15,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ..engine.comm.base import Collective, DirectComm
-from ..engine.comm.pool import StagingPool
-from ..engine.ledger import Ledger
 from ..errors import CollectiveMismatch
+from ..seam import Collective, DirectComm, Ledger, StagingPool
 from ..tiers.io.async_file import bytes_of
 
 GATHERS = "gather activations"  # kind of traffic in the ledger

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from torch import nn
 
 from ..config import Tier
-from ..engine.ledger import STAGING, Traffic
+from ..seam import STAGING, Traffic
 from .checkpoint import attached_to
 from .partition import GATHERS
 from .storage import CHECKPOINTS

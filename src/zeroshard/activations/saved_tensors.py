@@ -29,10 +29,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..engine import saved_parameters
-from ..engine.comm.base import DirectComm
-from ..engine.ledger import Ledger
 from ..errors import OffloadIOError, SwapError, ZeroshardError
-from ..seam import abort_peers, memory_of
+from ..seam import DirectComm, Ledger, abort_peers, memory_of
 from ..utils import saved_tensors, torch_compat
 from ..utils.one_thread import one_thread
 from ..utils.saved_tensors import Outer, Saved

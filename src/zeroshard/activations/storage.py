@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 
 from ..config import Offload, Tier
-from ..engine.comm.pool import BufferPool
-from ..engine.ledger import making
-from ..engine.rest import Links
 from ..errors import SwapError
+from ..seam import BufferPool, Links, making
 from ..tiers.io.async_file import ALIGN, Engine, File
 from ..tiers.io.swap_folder import SwapFolder
 from ..utils.host import ranks_here

@@ -23,12 +23,10 @@ from torch import Tensor, nn
 
 from ..axes.tiled_parameter import Tiled
 from ..config import Config
-from ..engine.auto_wrap import collect, partition
 from ..engine.parameter import ParamHome
-from ..engine.part import Part
 from ..engine.tensor.attributes import attributes_of
-from ..engine.tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..errors import ConfigError, ZeroshardError
+from ..seam import Part, ShardedParameter, ShardedTensor, collect, partition
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
 from ..utils.transformers_compat import are_experts

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.comm.pool import BufferPool
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
+from ..seam import BufferPool
 from ..state.tensor_reader import Stored, StoredCoded
 from ..tiers.io.async_file import Engine, File, Handle, open_file
 from ..utils.aligned import bytes_of, empty

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..engine.tensor.chunks import Box
+from ..seam import Box
 from ..state.tensor_reader import StoredTensor
 from ..utils import torch_compat
 

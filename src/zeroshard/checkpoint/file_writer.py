@@ -22,9 +22,8 @@ import xxhash
 from torch import Tensor
 
 from ..config import Tier
-from ..engine.comm.pool import BufferPool
-from ..engine.ledger import Ledger
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
+from ..seam import BufferPool, Ledger
 from ..tiers.io.async_file import Engine, File, Handle, open_file
 from ..utils.aligned import bytes_of, empty_aligned
 from ..utils.work import Work

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.part import Part
-from ..seam import StateSlice
+from ..seam import Part, StateSlice
 
 _CHUNK_NUMEL = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

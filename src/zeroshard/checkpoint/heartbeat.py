@@ -14,9 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..engine.comm.base import DirectComm
-from ..engine.comm.messages import decode, encode
 from ..errors import CheckpointError, CheckpointWriteError, ZeroshardError
+from ..seam import DirectComm, decode, encode
 
 T = TypeVar("T")
 _BEAT_S = 1.0  # seconds between beats, or a quarter of the stall timeout if that is shorter

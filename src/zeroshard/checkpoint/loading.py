@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from ..config import Tier
-from ..engine.comm.messages import exchange_values
 from ..engine.runtime import Runtime, runtime_of
 from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError
-from ..seam import StateSlice, engine_of, loaded
+from ..seam import StateSlice, engine_of, exchange_values, loaded
 from ..state import state_loading
 from ..state.state_loading import SavedState
 from ..state.tensor_reader import Stored

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import xxhash
 
-from ..engine.tensor.chunks import Box
 from ..errors import CheckpointCorrupt, CheckpointError
+from ..seam import Box
 from . import dcp
 from .directory import MANIFEST, sync, write_whole
 from .file_writer import DIGEST_NBYTES, digest_count, digests_of

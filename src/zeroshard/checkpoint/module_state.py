@@ -14,9 +14,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from ..engine.comm.base import DirectComm
 from ..errors import CheckpointError, did_you_mean
-from ..seam import NamedPart
+from ..seam import DirectComm, NamedPart
 from ..state.tensor_reader import Stored, differ
 from ..utils.module_names import own_name, own_state, step_inside
 from . import safetensors

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..config import Tier
-from ..engine.comm.pool import BufferPool
-from ..engine.ledger import Ledger
 from ..engine.rest import Tiers
-from ..engine.tensor.chunks import Box
 from ..errors import ConfigError
+from ..seam import Box, BufferPool, Ledger
 from .dcp import ALIGN, archived, frame
 from .file_writer import BUFFER_NBYTES, Elements, Range
 from .state_map import Contents, Entry

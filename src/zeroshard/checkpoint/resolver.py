@@ -13,12 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..engine.comm.base import DirectComm
-from ..engine.comm.messages import exchange_values
-from ..engine.tensor.chunks import overlap
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
 from ..formats.state_codecs import labelled_column
-from ..seam import NamedPart
+from ..seam import DirectComm, NamedPart, exchange_values, overlap
 from ..state.tensor_reader import Stored, StoredBoxes, StoredCoded, StoredTensor
 from . import directory, module_state, safetensors
 from . import state_map as holding

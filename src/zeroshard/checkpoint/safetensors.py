@@ -25,12 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from ..axes.tiled_parameter import whole_name
-from ..engine.comm.base import DirectComm
-from ..engine.comm.messages import exchange_values
 from ..engine.runtime import Runtime, runtime_of
 from ..errors import ConfigError, OffloadIOError, ZeroshardError
 from ..guard.rank_consistency import distinct
-from ..seam import Engine, StateSlice, engine_of
+from ..seam import DirectComm, Engine, StateSlice, engine_of, exchange_values
 from ..state.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..utils.aligned import bytes_of, empty
 from ..utils.dtypes import casts_to

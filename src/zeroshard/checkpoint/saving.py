@@ -21,12 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.comm.base import DirectComm
-from ..engine.comm.messages import exchange_values
 from ..engine.optimizer import OptimizerCore
 from ..engine.runtime import Runtime, runtime_of
 from ..errors import CheckpointError, ConfigError, ModelMismatch
-from ..seam import StateSlice, engine_of
+from ..seam import DirectComm, StateSlice, engine_of, exchange_values
 from . import directory
 from .heartbeat import raise_first, telling, together
 from .stages import Stages, agree

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from ..engine.comm.messages import exchange_values
 from ..engine.optimizer import OptimizerCore
 from ..engine.runtime import Runtime
 from ..errors import ConfigError
-from ..seam import StateSlice, engine_of
+from ..seam import StateSlice, engine_of, exchange_values
 from .heartbeat import raise_first, telling
 from .module_state import names_in
 from .state_map import param_groups

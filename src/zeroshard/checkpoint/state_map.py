@@ -26,10 +26,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..engine.part import Part
-from ..engine.tensor.chunks import Box, boxes_of
 from ..errors import ConfigError
-from ..seam import StateSlice, engine_of
+from ..seam import Box, Part, StateSlice, boxes_of, engine_of
 from ..utils.module_names import own_state
 from ..utils.work import OVER, Work
 from .dcp import MAX_BLOB_NBYTES, storable

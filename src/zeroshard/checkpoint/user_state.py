@@ -12,10 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..engine.comm.base import Comm
-from ..engine.comm.messages import exchange_values
 from ..errors import ConfigError, ZeroshardError
-from ..seam import StateSlice, engine_of
+from ..seam import Comm, StateSlice, engine_of, exchange_values
 from . import directory
 from .dcp import archived
 

@@ -30,10 +30,9 @@ from typing import TypeVar
 import torch
 import xxhash
 
-from ..engine.comm.messages import decode, encode
 from ..engine.runtime import Runtime
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
-from ..seam import StateSlice
+from ..seam import StateSlice, decode, encode
 from ..tiers.io.async_file import Engine, open_file
 from ..utils.version import __version__
 from . import directory

@@ -11,9 +11,9 @@ import torch
 import zeroshard as zs
 
 from ..data.text import Corpus
-from ..engine.ledger import MASTERS, OF_ACTIVATIONS, OPTIMIZER, STAGING
 from ..planner.measure.forecast import Forecast
 from ..planner.models import GPT
+from ..seam import MASTERS, OF_ACTIVATIONS, OPTIMIZER, STAGING
 from ..utils.sheets import PLAIN, Sheet
 from .artefacts import RunFolder
 from .options import TrainOptions

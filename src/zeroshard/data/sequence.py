@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..activations import router_loss
 from ..activations.ulysses import sequence_of
 from ..comm.mesh import NamedRanks, place_along
-from ..engine.comm.base import DirectComm
-from ..engine.comm.messages import exchange_values
 from ..engine.runtime import runtime_of
 from ..errors import ConfigError
+from ..seam import DirectComm, exchange_values
 from ..utils.aligned import host_bytes
 from ..utils.axes import SP
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import Tier
-from ..engine.ledger import Ledger, Observer, listener
+from ..seam import Ledger, Observer, listener
 from ..utils import torch_compat
 from ..utils.host_memory import KEEP_NBYTES, MMAP_NBYTES
 from .plan import ACTIVATIONS, Held

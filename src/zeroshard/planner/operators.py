@@ -20,8 +20,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from ..comm.fake import Ticket
 from ..config import PRECISIONS
-from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..parallel.traffic import ring_nbytes
+from ..seam import ShardedTensor
 from ..utils import torch_compat
 from ..utils.axes import PP
 from ..utils.torch_compat import TorchDispatchMode

@@ -16,18 +16,7 @@ from typing import Any
 
 from ..activations.storage import CHECKPOINTS
 from ..config import Tier
-from ..engine.ledger import (
-    AVERAGES,
-    GATHERED,
-    GRADIENTS,
-    MASTERS,
-    OPTIMIZER,
-    PARAMETERS,
-    PARTIAL,
-    RESIDUALS,
-    SECONDARY,
-    STAGING,
-)
+from ..seam import AVERAGES, GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING
 from ..utils.sheets import Sheet
 from .plan import ACTIVATIONS, Moment, Plan, memories
 from .request import Request, Verdict

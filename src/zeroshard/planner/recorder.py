@@ -19,7 +19,7 @@ from typing import Any
 
 from ..comm.fake import Ticket, Watcher
 from ..config import Tier
-from ..engine.comm.control import Sent, operation
+from ..seam import Sent, operation
 from ..utils.axes import DP, EP, SP
 from .faults import OutOfTime
 from .meter import Meter

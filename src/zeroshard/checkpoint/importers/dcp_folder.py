@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ...engine.tensor.chunks import Box
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
+from ...seam import Box
 from ...state.tensor_reader import StoredBoxes
 from ..safetensors import is_extra_state
 from ..source import Opened, load_object, read_value

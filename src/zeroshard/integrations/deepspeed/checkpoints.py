@@ -33,11 +33,10 @@ from ...checkpoint.directory import LATEST, write_whole
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.resolver import agreed, open_any, read_object
 from ...checkpoint.source import Opened
-from ...engine.comm.messages import exchange_values
 from ...engine.runtime import runtime_of
 from ...errors import CheckpointMismatch, CheckpointNotFound
 from ...public import stream_full_tensors
-from ...seam import engine_of
+from ...seam import engine_of, exchange_values
 from ...utils.dtypes import casts_to
 from ...utils.module_names import own_name, own_state
 from . import VERSION

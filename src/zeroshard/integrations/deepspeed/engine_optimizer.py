@@ -22,10 +22,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...engine.comm.messages import exchange_values
-from ...engine.tensor.sharded_tensor import ShardedTensor
 from ...errors import ConfigError, NonFiniteError
-from ...seam import engine_of
+from ...seam import ShardedTensor, engine_of, exchange_values
 from ...state.parameter_access import ParameterPart, gradient_of, state_of, value_of
 from ...values.gathered_parameters import home_of
 from . import partition, stand_ins

@@ -29,8 +29,8 @@ from ...engine.comm.process_group import talking_device
 from ...engine.parameter import ParamHome
 from ...engine.runtime import runtime_of
 from ...engine.tensor.attributes import whole_now
-from ...engine.tensor.sharded_tensor import ReplicatedParameter, ShardedParameter
 from ...engine.unit import Phase
+from ...seam import ReplicatedParameter, ShardedParameter
 from ...values.gathered_parameters import Gathering, home_of, is_gathered, refuse
 from ...values.init_context import BirthHome, cut_module, cut_whole, init, is_born, whole_births
 from . import communication

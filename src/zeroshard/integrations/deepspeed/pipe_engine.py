@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...engine.comm.messages import exchange_values
 from ...engine.runtime import runtime_of
 from ...errors import ZeroshardError
 from ...guard.out_of_memory import telling
 from ...public import Pipeline
-from ...seam import engine_of
+from ...seam import engine_of, exchange_values
 from ...utils.axes import PP
 from ...utils.tensor_tree import cast_floating, find_tensors, map_tensors
 from .accelerator import always

@@ -16,11 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ...comm import backend_select
-from ...engine.comm.base import Comm
-from ...engine.comm.messages import exchange_values
 from ...engine.comm.process_group import talking_device
 from ...engine.runtime import runtime_of
 from ...public import close, shard
+from ...seam import Comm, exchange_values
 from ...utils.axes import DP, EP, TP
 from ...values.ddp_interface import take_interface
 from . import VERSION, activation, communication, leaf_modules, moe, partition, tensor_parallel

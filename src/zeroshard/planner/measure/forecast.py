@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ...config import Tier
-from ...engine.comm.messages import exchange_values
 from ...engine.runtime import Runtime, runtime_of
 from ...errors import ConfigError
-from ...seam import Snapshot, engine_of
+from ...seam import Snapshot, engine_of, exchange_values
 from ...tiers.cpu_kernels import describe_threads, visible_cores
 from ...utils.host import ranks_here
 from .probe import DiskProbe, Rehearsal, copy_rates, step_rate

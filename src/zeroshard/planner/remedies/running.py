@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...config import Tier
-from ...engine.auto_wrap import ROOT
-from ...engine.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL
 from ...errors import ConfigError
 from ...guard.out_of_memory import Shortage, size
+from ...seam import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL, ROOT
 from ...utils.axes import DP, cuts_model, planned_sizes
 from ..model_source import ModelSource
 from ..plan import ACTIVATIONS

@@ -17,12 +17,10 @@ import torch
 
 from ...comm.topology import imagined_topology
 from ...config import DEVICE_NAMES, PRECISIONS, STAGES, STATES, Config, Tier
-from ...engine.sizes import rests_away
-from ...engine.tensor.state_column import StateColumn
-from ...engine.topology import Topology
 from ...errors import ConfigError, did_you_mean
 from ...formats.state_codecs import coded_column
 from ...packing.codecs import packing
+from ...seam import StateColumn, Topology, rests_away
 from ...utils.axes import DP, EP, PLANNED, SP, TP
 from ...utils.compression import GRADIENT_CODECS, Compression
 from ...utils.state_format import FORMATS, StateFormat

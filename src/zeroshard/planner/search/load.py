@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...config import STAGES, Placement, Tier
-from ...engine.auto_wrap import ROOT
-from ...engine.sizes import rests_away
+from ...seam import ROOT, rests_away
 from ...utils.axes import DP, EP, PP, SP, TP
 from ..simulator.hardware import Hardware, resource_seconds, seconds
 from ..simulator.simulate import kind_of

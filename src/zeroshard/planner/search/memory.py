@@ -12,11 +12,20 @@ from dataclasses import replace
 import torch
 
 from ...config import Config, Placement, Tier
-from ...engine.comm.sums import GPU_CHUNK_NUMEL, RECEIVED_NBYTES
-from ...engine.ledger import GATHERED, GRADIENTS, PARTIAL, SECONDARY, STAGING
-from ...engine.prefetch import most_gathered
-from ...engine.sizes import BUFFERS, Group, rests_away
-from ...engine.topology import needed
+from ...seam import (
+    BUFFERS,
+    GATHERED,
+    GPU_CHUNK_NUMEL,
+    GRADIENTS,
+    PARTIAL,
+    RECEIVED_NBYTES,
+    SECONDARY,
+    STAGING,
+    Group,
+    most_gathered,
+    needed,
+    rests_away,
+)
 from ...tiers.estimate import needs
 from ..plan import ACTIVATIONS, Held, fullest, memories
 from .layout import Layout, comms_of, packed_nbytes

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...config import Tier
-from ...engine.auto_wrap import LARGE_FRACTION, ROOT
-from ...engine.flat_layout import ALIGNMENT, round_up
 from ...errors import ConfigError
 from ...formats.state_codecs import coded_column
+from ...seam import ALIGNMENT, LARGE_FRACTION, ROOT, round_up
 from ...utils.axes import EP, SP, TP, cuts_model
 from ...utils.state_format import StateFormat
 from ..models.gpt import NGRAM_LENGTHS, GPTConfig

@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from ...config import CHOICES, Tier
-from ...engine.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ...errors import ConfigError, did_you_mean
+from ...seam import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ...utils.axes import DP, EP, PP, SP, TP
 from ..plan import Plan, fullest, memories
 from ..recorder import tell

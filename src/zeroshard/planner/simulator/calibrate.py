@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from ...comm import backend_select
 from ...comm.launch import run_processes
-from ...engine.comm.base import DirectComm
 from ...engine.runtime import runtime_of
 from ...errors import ConfigError, SwapError
+from ...seam import DirectComm
 from ...tiers.cpu_kernels import visible_cores
 from ...tiers.io.swap_folder import SwapFolder
 from ...utils import torch_compat
