@@ -62,6 +62,7 @@ from .values.closing import close as close
 from .values.closing import whole_values
 from .values.ddp_interface import accumulate as accumulate
 from .values.ddp_interface import give_interface
+from .values.model_methods import replace_methods
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -209,6 +210,7 @@ def _shard(
     connect(runtime, axes.lines)
     runtime.model_watch = ModelWatch(model, runtime.groups)
     hooks.attach(runtime)
+    replace_methods(runtime)
     give_interface(runtime)
     hooks.also_remove(runtime, distributed.in_state_dicts(model))
     engine = Engine(runtime)

@@ -19,7 +19,7 @@ from .engine.auto_wrap import LARGE_FRACTION, ROOT, collect, find_blocks, partit
 from .engine.comm.base import Collective, Comm, DirectComm
 from .engine.comm.control import Control, Sent, operation
 from .engine.comm.messages import decode, encode, exchange_values
-from .engine.comm.pool import BufferPool, StagingPool
+from .engine.comm.pool import StagingPool
 from .engine.comm.streams import streams_for
 from .engine.comm.sums import GPU_CHUNK_NUMEL, RECEIVED_NBYTES
 from .engine.flat_layout import ALIGNMENT, round_up
@@ -54,6 +54,7 @@ from .engine.tensor.state_column import StateColumn
 from .engine.topology import Parts, Topology, needed
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
+from .tiers.pool import BufferPool
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model

@@ -15,11 +15,11 @@ import zeroshard as zs
 from zeroshard.checkpoint import bulk_reader, loading, resolver
 from zeroshard.checkpoint.file_writer import FileWriter
 from zeroshard.config import Tier
-from zeroshard.engine.comm.pool import BufferPool
 from zeroshard.engine.ledger import Ledger
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import CheckpointCorrupt
 from zeroshard.testing import run_threads
+from zeroshard.tiers.pool import BufferPool
 
 BATCHES = [step[0] for step in token_batches(4, 1, 4, 11)]
 WIDE = [[(torch.randn(2, 1500, generator=torch.Generator().manual_seed(rank)),) for rank in range(3)]]

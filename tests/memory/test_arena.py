@@ -1,12 +1,12 @@
-"""memory.pool.Arena: pieces of any size, in turn, round one stretch of memory, and never over one that is still in use."""
+"""tiers.pool.Arena: pieces of any size, in turn, round one stretch of memory, and never over one that is still in use."""
 
 import random
 
 import torch
 
 from zeroshard.config import Tier
-from zeroshard.engine.comm.pool import Arena
 from zeroshard.engine.ledger import STAGING, Ledger
+from zeroshard.tiers.pool import Arena
 
 
 class Transfer:

@@ -19,7 +19,6 @@ import zeroshard as zs
 from zeroshard.comm import backend_select, launch
 from zeroshard.comm.launch import run_processes
 from zeroshard.config import Tier
-from zeroshard.engine.comm.pool import BufferPool
 from zeroshard.engine.ledger import Ledger
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.engine.sizes import BUFFERS
@@ -30,6 +29,7 @@ from zeroshard.tiers import room
 from zeroshard.tiers.estimate import Need, shortage
 from zeroshard.tiers.gradient_offload import NarrowRest
 from zeroshard.tiers.io.swap_folder import SwapFolder
+from zeroshard.tiers.pool import BufferPool
 from zeroshard.tiers.storage import FurtherTiers
 from zeroshard.utils import aligned, host_memory
 from zeroshard.utils.aligned import empty_aligned

@@ -44,10 +44,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.engine.comm.pool import BufferPool
 from zeroshard.testing import run_threads
 from zeroshard.tiers import host_step as offloaded_step
 from zeroshard.tiers.gradient_offload import GradientOffload
+from zeroshard.tiers.pool import BufferPool
 from zeroshard.tiers.storage import FurtherTiers
 
 # -- ranks that do not share memory --------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.engine.runtime import runtime_of
-from zeroshard.engine.tensor.stretch import SplitStretch
 from zeroshard.formats.state_codecs import FloatCodec, coded_column
 from zeroshard.testing import run_threads
 from zeroshard.tiers.slab_step import hashed_uniform
+from zeroshard.tiers.stretch import SplitStretch
 
 FORMATS = ("bf16", "fp8", "int8", "int4")
 FUSED = "AdamW, fused"

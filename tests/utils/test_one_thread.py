@@ -15,12 +15,13 @@ import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
 from zeroshard.config import Offload, Tier
 from zeroshard.engine.comm.base import Collective
-from zeroshard.engine.comm.pool import Arena, BufferPool, StagingPool
+from zeroshard.engine.comm.pool import StagingPool
 from zeroshard.engine.ledger import Ledger
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import OffloadIOError
 from zeroshard.testing import run_threads
 from zeroshard.tiers.host_step import HostStepper
+from zeroshard.tiers.pool import Arena, BufferPool
 from zeroshard.utils.one_thread import Turn, one_thread
 
 MODEL = seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))

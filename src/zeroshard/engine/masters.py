@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config import Placement
 from ..utils import torch_compat
 from .flat_layout import round_up
-from .rest import Rest, SplitRest
+from .rest import Rest
 
 if TYPE_CHECKING:
     from .unit import ParamGroup
@@ -48,9 +48,14 @@ class Masters:
         return values.tiers.over(values.full) if self.whole and self.rest is None else self.stepped
 
     @property
+    def halves(self) -> tuple[Rest, Rest] | None:
+        """The resting places of the upper and the lower halves, if they are split."""
+        return None if self.rest is None else self.rest.halves
+
+    @property
     def split(self) -> bool:
         """True where the values are the upper half of the masters, so that a step writes both at once."""
-        return isinstance(self.rest, SplitRest)
+        return self.halves is not None
 
     def precise(self) -> Tensor | None:
         """Return the shard's masters (shard_numel,); None if there are none, or they are whole, off the device or out of date."""

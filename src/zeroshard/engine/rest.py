@@ -20,6 +20,7 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +29,13 @@ from ..config import Offload, Tier
 from ..errors import OffloadIOError
 from ..utils import torch_compat
 from ..utils.aligned import empty_aligned, zeros
-from ..utils.work import OVER, Then, Work
+from ..utils.work import OVER, Work
 from .comm.base import DirectComm
-from .comm.pool import BufferPool, StagingPool
+from .comm.pool import StagingPool
 from .comm.streams import Copy, Streams
 from .ledger import Ledger, making
+from .sizes import Buffers
 from .tensor.state_column import StateColumn
-from .tensor.stretch import SplitStretch
 
 
 class Links:
@@ -92,6 +93,16 @@ class Rest(ABC):
     @property
     def nbytes(self) -> int:
         return self.nbytes_of(self.numel)
+
+    @property
+    def encoding(self) -> tuple[StateColumn, Rest] | None:
+        """The form in which the elements rest, and the resting place of the encoded ones; None where they rest as they are."""
+        return None
+
+    @property
+    def halves(self) -> tuple[Rest, Rest] | None:
+        """The resting places of the upper and the lower halves of the elements, where these rest apart."""
+        return None
 
     def nbytes_of(self, numel: int) -> int:
         """Return the bytes that `numel` elements take at rest."""
@@ -158,97 +169,6 @@ class MemoryRest(Rest):
         if not self.resident:
             self.tiers.ledger.move(Tier.DEVICE, self.tier, place.nbytes)
         place.copy_(source)
-
-
-class CodedRest(Rest):
-    """Resting place of a column: callers see `numel` elements in the optimizer's dtype; `inner` holds them encoded, in blocks.
-
-    Any range of elements may be read and written. A write to a part of a block decodes the block and encodes it again.
-    """
-
-    resident = False
-
-    def __init__(self, inner: Rest, column: StateColumn, numel: int, dtype: torch.dtype) -> None:
-        self.inner, self.column, self.numel, self.dtype, self.tier = inner, column, numel, dtype, inner.tier
-
-    def nbytes_of(self, numel: int) -> int:
-        return self.column.nbytes(numel, self.dtype)
-
-    def read(self, start: int, out: Tensor) -> Work:
-        if not out.numel():
-            return OVER
-        at, end = map(self.column.count, self.column.blocks(start, start + out.numel()))
-        coded = self.inner.view(at, end)  # host memory: no read is needed
-        if coded is not None:
-            self.decode(coded, start, out)
-            return OVER
-        read = torch.empty(end - at, dtype=self.inner.dtype, device="cpu")
-
-        def decode() -> Work:
-            self.decode(read, start, out)
-            return OVER
-
-        return Then(self.inner.read(at, read), decode)
-
-    def decode(self, coded: Tensor, start: int, out: Tensor) -> None:
-        """Fill `out` (n,) with elements [start, start + n), cut out of the blocks around them."""
-        out.copy_(self.column.decoded(coded, start, out.numel()))
-
-    def write(self, start: int, source: Tensor) -> Work:
-        return self.inner.write(*self._encoded(start, source)) if source.numel() else OVER
-
-    def load(self, start: int, stop: int) -> Tensor:
-        at, end = map(self.column.count, self.column.blocks(start, stop))
-        coded = self.inner.load(at, end)
-        out = torch.empty(stop - start, dtype=self.dtype, device=coded.device)
-        if out.numel():
-            self.decode(coded, start, out)
-        return out
-
-    def store(self, start: int, source: Tensor) -> None:
-        if source.numel():
-            self.inner.store(*self._encoded(start, source.detach()))
-
-    def _encoded(self, start: int, source: Tensor) -> tuple[int, Tensor]:
-        """Return the position in `inner` of the blocks around these elements, and the encoded blocks with them replaced."""
-        begin, end = self.column.blocks(start, start + source.numel())
-        if end - begin != source.numel():
-            blocks = self.load(begin, end)
-            blocks[start - begin : start - begin + source.numel()] = source
-            source = blocks
-        return self.column.count(begin), self.column.encode(source.to(self.dtype)).to(self.inner.dtype)
-
-
-class SplitRest(Rest):
-    """Resting place of fp32 masters as their two halves: `high` has the bf16 parameters, `low` the 16 bits that these lack."""
-
-    resident = False
-
-    def __init__(self, high: Rest, low: Rest) -> None:
-        self.high, self.low, self.numel, self.dtype, self.tier = high, low, low.numel, torch.float32, low.tier
-
-    def nbytes_of(self, numel: int) -> int:
-        return self.low.nbytes_of(numel)
-
-    def read(self, start: int, out: Tensor) -> Work:
-        out.copy_(self.load(start, start + out.numel()))
-        return OVER
-
-    def write(self, start: int, source: Tensor) -> Work:
-        self.store(start, source)
-        return OVER
-
-    def load(self, start: int, stop: int) -> Tensor:
-        low = self.low.load(start, stop)
-        return SplitStretch(self.high.load(start, stop), low).join(torch.empty_like(low, dtype=torch.int32))
-
-    def store(self, start: int, source: Tensor) -> None:
-        numel = source.numel()
-        halves = [torch.empty(numel, dtype=dtype, device=source.device) for dtype in (torch.bfloat16, torch.int16)]
-        values = source.detach().view(-1).float()
-        SplitStretch(*halves).cut(values, torch.empty_like(values, dtype=torch.int32))
-        self.high.store(start, halves[0])
-        self.low.store(start, halves[1])
 
 
 class Departure(ABC):
@@ -324,9 +244,6 @@ class Tiers(Links):
         self.comm = comm
         self.away = Away()
         self.pools: list[StagingPool] = []  # device: gradients to be reduced; offloaded shards that are about to be gathered
-        self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
-        self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
-        self.arrivals: BufferPool | None = None  # host: gradient shards that are then added, or written to disk
         self._entered: list[tuple[str, int, Tier]] = []
         self.failure: OffloadIOError | None = None
         self._told = False  # True once this rank has sent the failure to its peers
@@ -370,6 +287,21 @@ class Tiers(Links):
         """Return a resting place over a tensor on the device, whose bytes its owner enters in the ledger."""
         return MemoryRest(tensor, Tier.DEVICE, self)
 
+    def halves(self, high: Rest, low: Rest) -> Rest:
+        """Return a resting place of fp32 masters as two halves: the bf16 values, and the 16 bits that these lack."""
+        raise AssertionError("masters rest as they are stepped")
+
+    def coded(self, rest: Rest, column: StateColumn, numel: int, dtype: torch.dtype) -> Rest:
+        """Return a resting place of `numel` elements of a state, in the optimizer's dtype, over `rest`, which holds them encoded."""
+        raise AssertionError("states rest as they are stepped")
+
+    def reserve(self, sizes: Buffers) -> None:
+        """Make the pools of constant size through which states pass between tiers: none, all rest on the device."""
+
+    def abandon(self) -> None:
+        """Let go of the pools, since the units could not be made."""
+        self.pools = []
+
     def open_folder(self, offload: Offload) -> None:
         """Check an offload option's folder on disk, and make this run's own in it: nothing to do, nothing rests on a disk."""
 
@@ -398,9 +330,13 @@ class Tiers(Links):
             self.ledger.strike(category, nbytes, tier)
         self._entered = []
         self.close_folders()
-        for pool in (*self.pools, self.slots, self.landings, self.arrivals):
-            if pool is not None:
-                pool.close()
+        for pool in self.every_pool:
+            pool.close()
+
+    @property
+    def every_pool(self) -> list[Any]:
+        """All pools through which states pass."""
+        return [*self.pools]
 
     def close_folders(self) -> None:
         """Remove this run's files: there are none."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..config import Tier
 from .inner_optimizer import State, fresh, hashable
 from .ledger import OPTIMIZER
-from .rest import CodedRest, Rest, Tiers
+from .rest import Rest, Tiers
 from .tensor.state_column import is_column
 from .unit import ParamGroup
 
@@ -128,7 +128,7 @@ class RunStates:
             layout, column = group.layout, group.plan.column(name)
             numel = layout.numel if group.masters.whole else layout.shard_numel
             rest = self.tiers.rest(OPTIMIZER, group.offload, column.count(numel), column.dtype or dtype)
-            columns[name] = rest if column.plain(dtype) else CodedRest(rest, column, numel, dtype)
+            columns[name] = rest if column.plain(dtype) else self.tiers.coded(rest, column, numel, dtype)
         return columns[name]
 
     def column(self, name: str, dtype: torch.dtype) -> Rest | Tensor:

@@ -21,14 +21,14 @@ from ..utils import torch_compat
 from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import UnitPlan, partition
 from .comm.base import Comm
-from .comm.pool import BufferPool, StagingPool
+from .comm.pool import StagingPool
 from .flat_buffer import ParameterBuffer
 from .flat_layout import ALIGNMENT, FlatLayout, round_up
 from .inner_optimizer import optimizer_groups
 from .ledger import MASTERS
 from .parameter import ParamSpec
 from .reduction import GradientBuffer
-from .rest import Rest, SplitRest
+from .rest import Rest
 from .sizes import Buffers, Group, rests_away
 from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
@@ -207,13 +207,7 @@ class Builder:
             self.pools[id(topology)] = sent, fetched
             tiers.pools += [sent] if fetched is None else [sent, fetched]
         sizes = Buffers.of(self.config, tiers.separate, [group.sizes for group in layout.groups])
-        if sizes.fetched is not None and tiers.separate:  # buffers of constant size for shards that pass between tiers
-            nbytes, count, _ = sizes.fetched
-            tiers.slots = BufferPool(ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
-        nbytes, count = sizes.landed
-        if nbytes:
-            tiers.landings = BufferPool(ledger, count, nbytes, tiers.device_buffer, Tier.DEVICE)
-            tiers.arrivals = BufferPool(ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
+        tiers.reserve(sizes)
         laid_out = enumerate(zip(layout.inventory.units, layout.units, strict=True))
         units = [Unit(self.runtime, plan.name, plan.modules, number, groups, self._group) for number, (plan, groups) in laid_out]
         layout.topology.open()
@@ -241,7 +235,7 @@ class Builder:
             whole = config.row.optimizer is Placement.REPLICATED
             masters = self.tiers.rest(MASTERS, sizes.states, layout.numel if whole else layout.shard_numel, sizes.master)
             if sizes.master is torch.int16:
-                masters = SplitRest(self.tiers.over(values.full) if whole else values.rest, masters)
+                masters = self.tiers.halves(self.tiers.over(values.full) if whole else values.rest, masters)
         group = ParamGroup(unit, given, values, grads, masters)
         values.comm.read_precise(values.number, group.masters.precise)
         for index in range(len(group.specs)):
@@ -334,7 +328,7 @@ def build_units(
         tiers.fail(error)
     finally:
         if not built:  # the runtime is in a cycle: the program may try again before garbage is collected
-            tiers.pools, tiers.slots, tiers.landings, tiers.arrivals = [], None, None, None
+            tiers.abandon()
     if optimizer is not None:
         replaced = builder.replaced
         for group in optimizer.param_groups:

@@ -19,7 +19,6 @@ from ..engine.comm.control import Sent
 from ..engine.flat_layout import round_up
 from ..engine.ledger import Traffic
 from ..engine.optimizer import OptimizerCore
-from ..engine.rest import SplitRest
 from ..engine.runs import state_tensors
 from ..engine.runtime import Runtime
 from ..engine.unit import ParamGroup
@@ -191,7 +190,7 @@ def _moves_of_step(group: ParamGroup, columns: float) -> Iterator[Move]:
     yield tier, here, states
     yield here, tier, states
     yield gradient.tier, here, gradient.dtype.itemsize
-    for stepped in (masters.rest.high, masters.rest.low) if isinstance(masters.rest, SplitRest) else (masters.stepped,):
+    for stepped in masters.halves or (masters.stepped,):
         yield stepped.tier, here, stepped.dtype.itemsize
         yield here, stepped.tier, stepped.dtype.itemsize
     if masters.stepped is not values and not masters.split:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..config import Tier
 from ..engine.parameter import ParamSpec
 from ..engine.part import Distribution, Part, Piece
-from ..engine.rest import CodedRest, Rest
+from ..engine.rest import Rest
 from ..engine.runtime import Runtime
 from ..engine.shard_model import write_value
 from ..engine.unit import ParamGroup
@@ -135,9 +135,9 @@ class StateSlice(NamedPart):
         in a dtype of its own, which a load converts, is returned in that dtype.
         """
         rest = self._rest
-        if not isinstance(rest, CodedRest):
+        if rest is None or rest.encoding is None:
             return self
-        column, inner = rest.column, rest.inner
+        column, inner = rest.encoding
         if column.elements == 1 and not column.label and inner.dtype.is_floating_point and column.values == 1:
             return replace(self, dtype=inner.dtype, _rest=inner)
         before, stretch = 0, 0  # elements of the whole tensor before this part; of each part

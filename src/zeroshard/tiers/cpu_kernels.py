@@ -37,9 +37,9 @@ from torch import Tensor
 
 from ..engine.flat_layout import round_up
 from ..engine.inner_optimizer import Options, State
-from ..engine.tensor.stretch import Stretch
 from ..utils import torch_compat
 from ..utils.host import cache_nbytes, ranks_here
+from .stretch import Stretch
 
 
 def _chunk_for(second_nbytes: int | None, third_nbytes: int | None) -> int:

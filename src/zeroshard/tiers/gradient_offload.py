@@ -9,13 +9,18 @@ All moves are asynchronous as long as nothing has to be added. `progress` starts
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..config import Tier
-from ..engine.comm.pool import BufferPool
 from ..engine.rest import Departure, MemoryRest, Rest, Tiers
 from ..utils.work import OVER, Work
+from .pool import BufferPool
+
+if TYPE_CHECKING:
+    from .storage import FurtherTiers
 
 _WIDEN_NUMEL = 1 << 18  # number of elements converted at a time
 
@@ -77,7 +82,7 @@ class GradientOffload(Departure):
     the device is the host it stays in fp32 until it is added, as it would without offload.
     """
 
-    def __init__(self, rest: Rest, tiers: Tiers, send_dtype: torch.dtype) -> None:
+    def __init__(self, rest: Rest, tiers: FurtherTiers, send_dtype: torch.dtype) -> None:
         self.rest, self.tiers = rest, tiers
         self.dtype = send_dtype if tiers.separate else torch.promote_types(rest.dtype, torch.float32)
         self._buffer: Tensor | None = None  # the landing buffer

@@ -30,15 +30,16 @@ import torch
 from torch import Tensor
 
 from ..config import Offload, Tier
-from ..engine.comm.pool import Arena
 from ..engine.flat_layout import round_up
-from ..engine.rest import CodedRest, MemoryRest, Rest, SplitRest, Tiers
+from ..engine.rest import MemoryRest, Rest, Tiers
 from ..engine.steppers import DelayedUpdate, HostStep, Job
 from ..errors import ZeroshardError
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import Work
 from .cpu_kernels import stepping_threads
 from .estimate import PAGE_NBYTES
+from .forms import CodedRest, SplitRest
+from .pool import Arena
 from .slab_step import Slab, SlabStepper
 
 _FLIGHT = 4  # most slabs, for each buffer, that are begun before they are stepped: the only limit for slabs that need no buffer

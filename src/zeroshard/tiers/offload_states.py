@@ -18,12 +18,13 @@ from torch import nn
 from ..config import Offload, Tier
 from ..engine.comm.messages import exchange_values
 from ..engine.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
-from ..engine.rest import PARTS, CodedRest, MemoryRest, Rest
+from ..engine.rest import PARTS, MemoryRest, Rest
 from ..engine.runs import state_tensors
 from ..engine.runtime import Runtime, runtime_of
 from ..engine.verbs import begin
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
+from .forms import CodedRest
 from .moved_states import Memory, MovedStates
 from .room import check_disk
 
@@ -207,9 +208,8 @@ def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> 
 
 def _give_back_buffers(runtime: Runtime) -> None:
     tiers = runtime.tiers
-    for pool in (*tiers.pools, tiers.slots, tiers.landings, tiers.arrivals):
-        if pool is not None:
-            pool.give_back()
+    for pool in tiers.every_pool:
+        pool.give_back()
     if runtime.gate.stepper is not None:
         runtime.gate.stepper.give_back()
     if runtime.gate.saver is not None and (runtime.gate.saver.last is None or runtime.gate.saver.last.done()):

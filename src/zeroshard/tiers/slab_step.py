@@ -1,6 +1,6 @@
 """The arithmetic of a step over slabs, chunk by chunk, and the device's step of states that rest encoded.
 
-    slab     masters | gradient | state | state        where they rest, or copies; some in another form (engine/tensor/stretch.py)
+    slab     masters | gradient | state | state        where they rest, or copies; some in another form (tiers/stretch.py)
     chunk    open      scale      open    open         of a size that stays in cache
              step: the optimizer's own class, or a fused kernel (tiers/cpu_kernels.py)
              close                close   close
@@ -20,13 +20,14 @@ from torch import Tensor
 from ..config import Tier
 from ..engine.flat_layout import round_up
 from ..engine.inner_optimizer import State, fresh, step_alone
-from ..engine.rest import CodedRest, MemoryRest, Rest, SplitRest, Tiers
+from ..engine.rest import MemoryRest, Rest, Tiers
 from ..engine.steppers import Job, SlabStep
 from ..engine.tensor.state_column import is_column
-from ..engine.tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ..utils import torch_compat
 from ..utils.work import Work
 from .cpu_kernels import CHUNK_NUMEL, CODED_CHUNK_NUMEL, Kernel, Team, host_threads, kernel_for, step_stretch
+from .forms import CodedRest, SplitRest
+from .stretch import CodedStretch, SplitStretch, Stretch
 
 _STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # names of the parts of a slab that are not states
 _CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step has an overhead of some 0.15 ms

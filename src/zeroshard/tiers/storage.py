@@ -18,15 +18,19 @@ from ..config import Offload, Tier
 from ..engine.comm.base import DirectComm
 from ..engine.ledger import STAGING, Ledger
 from ..engine.rest import Departure, MemoryRest, Rest, Tiers
+from ..engine.sizes import Buffers
+from ..engine.tensor.state_column import StateColumn
 from ..errors import OffloadIOError
 from ..utils.aligned import empty_aligned
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import OVER, Then, Work
 from .estimate import PAGE_NBYTES
+from .forms import CodedRest, SplitRest
 from .gradient_offload import GradientOffload, narrowed
 from .io.async_file import Engine, File
 from .io.swap_folder import SwapFolder
 from .moved_states import MovedStates
+from .pool import BufferPool
 
 _PIECES, _PIECE_NBYTES = 4, 2 << 20  # buffers for values that are converted for a disk: one for each thread of the engine
 _SEGMENT_NBYTES = 1 << 30  # least length of a file in a swap folder; files are sparse, so unused parts cost nothing
@@ -184,7 +188,34 @@ class FurtherTiers(Tiers):
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
         super().__init__(comm, ledger)
         self.away: MovedStates = MovedStates(self)
+        self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
+        self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
+        self.arrivals: BufferPool | None = None  # host: gradient shards that are then added, or written to disk
         self._folders: dict[str, _Folder] = {}
+
+    def halves(self, high: Rest, low: Rest) -> Rest:
+        return SplitRest(high, low)
+
+    def coded(self, rest: Rest, column: StateColumn, numel: int, dtype: torch.dtype) -> Rest:
+        return CodedRest(rest, column, numel, dtype)
+
+    def reserve(self, sizes: Buffers) -> None:
+        """Make the pools of constant size through which states pass between tiers."""
+        if sizes.fetched is not None and self.separate:  # shards that pass between tiers
+            nbytes, count, _ = sizes.fetched
+            self.slots = BufferPool(self.ledger, count, nbytes, self.host_buffer, Tier.HOST)
+        nbytes, count = sizes.landed
+        if nbytes:
+            self.landings = BufferPool(self.ledger, count, nbytes, self.device_buffer, Tier.DEVICE)
+            self.arrivals = BufferPool(self.ledger, count, nbytes, self.host_buffer, Tier.HOST)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.slots = self.landings = self.arrivals = None
+
+    @property
+    def every_pool(self) -> list[Any]:
+        return [*super().every_pool, *filter(None, (self.slots, self.landings, self.arrivals))]
 
     def open_folder(self, offload: Offload) -> None:
         """Check an offload option's folder (see SwapFolder) and make this run's own in it; once per path, before any change."""

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from ...config import Tier
 from ...engine.inner_optimizer import inner_copy
 from ...engine.optimizer import OptimizerCore
-from ...engine.rest import SplitRest, Tiers
+from ...engine.rest import Tiers
 from ...engine.runs import Run
 from ...engine.steppers import Job
 from ...engine.tensor.state_column import is_column
-from ...engine.tensor.stretch import CodedStretch, SplitStretch, Stretch
 from ...tiers.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
 from ...tiers.gradient_offload import NarrowRest
 from ...tiers.host_step import HostStepper
 from ...tiers.io.async_file import Engine, Handle
 from ...tiers.slab_step import SlabStepper, hashed_uniform
+from ...tiers.stretch import CodedStretch, SplitStretch, Stretch
 from ...utils.aligned import empty_aligned
 from ..simulator.disk_bandwidth import hidden_file, noise
 
@@ -55,8 +55,8 @@ class Rehearsal:
         numel = min(_NUMEL, max(run.numel, 1 << 16))
         self.dtype = masters.stepped.dtype  # in which values and states are stepped
         self.param: Tensor | Stretch = torch.zeros(numel, dtype=self.dtype, device="cpu")
-        if isinstance(masters.rest, SplitRest):
-            halves = (torch.zeros(numel, dtype=half.dtype, device="cpu") for half in (masters.rest.high, masters.rest.low))
+        if masters.halves is not None:
+            halves = (torch.zeros(numel, dtype=half.dtype, device="cpu") for half in masters.halves)
             self.param = SplitStretch(*halves)
         # a gradient of a single backward is not added to anything, and keeps the dtype in which it was sent
         narrow = grads.rest.narrow.dtype if isinstance(grads.rest, NarrowRest) and accumulate == 1 else grads.dtype
