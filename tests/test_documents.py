@@ -10,7 +10,7 @@ import zeroshard
 
 SOURCE, ROOT = Path(zeroshard.__file__).parent, Path(__file__).parents[1]
 DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-PLACE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")  # `engine/unit.py:Unit.ready`, below src/zeroshard
+PLACE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")  # `engine/unit.py:Unit.unshard`, below src/zeroshard
 PATH = re.compile(r"(?<![\w/.])((?:tests|docs|src/zeroshard|scripts)/[\w/.-]*\w)")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
 PUBLIC = re.compile(r"\bzs\.(\w+)")

@@ -206,9 +206,9 @@ def _shard(
     )
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
+    runtime.model_watch = ModelWatch(model, runtime.groups)
     object.__setattr__(model, "_zeroshard", runtime)
     connect(runtime, axes.lines)
-    runtime.model_watch = ModelWatch(model, runtime.groups)
     hooks.attach(runtime)
     replace_methods(runtime)
     give_interface(runtime)
@@ -337,7 +337,7 @@ def whole_state(model: nn.Module, masters: bool = False) -> dict[str, Tensor]:
     begin(runtime, "zs.full_state_dict", *(["masters"] if masters else []))
     whole: dict[int, Tensor] = {}
     for unit in runtime.units:
-        unit.land()
+        unit.cancel_unshard()
         for group in unit.groups:
             values = whole_values(group, runtime, masters)
             if unit.phase is not Phase.READY:  # a unit in use stays gathered

@@ -155,7 +155,7 @@ class Engine:
     def begin(self, verb: str, *also: str, note: bool = True) -> None:
         """Raise unless the model is as a public function needs it. verb: its name, as in the table of docs/reference/errors.md.
 
-        also, note: see `zero.verbs.begin`.
+        also, note: see `engine.verbs.begin`.
         """
         verbs.begin(self._runtime, verb, *also, note=note)
 

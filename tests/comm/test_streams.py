@@ -24,7 +24,7 @@ LAYERS = 8
 def way_of_parameters(monkeypatch, disk: str, strict_device, buffer_count: int, slow: bool) -> list[tuple[str, int]]:
     """("read" | "up" | "use", unit) of a recorded step, as they begin. slow: nobody sees a read end before waiting for it."""
     log, places = [], {}
-    plain = storage.FileRest.read, storage.Tiers.copy, Unit.ready
+    plain = storage.FileRest.read, storage.Tiers.copy, Unit.wait_for_unshard
 
     def read(self, start, out):
         if id(self) in places:
@@ -61,7 +61,7 @@ def way_of_parameters(monkeypatch, disk: str, strict_device, buffer_count: int, 
     monkeypatch.setattr(storage.Tiers, "copy", copy)
     monkeypatch.setattr(storage.FileRest, "read", read)
     monkeypatch.setattr(storage._Watched, "done", seen)
-    monkeypatch.setattr(Unit, "ready", ready)
+    monkeypatch.setattr(Unit, "wait_for_unshard", ready)
     run_threads(1, rank_run)
     return log
 

@@ -512,7 +512,7 @@ def test_ranks_begin_with_a_quiet_heap(monkeypatch):
 _FRESH = """
 import re, sys
 import torch
-from zeroshard.tiers import host_memory
+from zeroshard.utils import host_memory
 from zeroshard.engine.release import take_again
 
 host_memory.keep_freed_memory(large=sys.argv[1] != "returned")

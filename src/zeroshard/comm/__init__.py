@@ -1,1 +1,1 @@
-"""Communication between ranks: the interface (`base.Comm`), its backends, and the choice among them (`backend_select`)."""
+"""The communicators of a run: meshes and the Comms of a model, ranks of one host, the choice among backends, imagined ranks."""

@@ -94,7 +94,7 @@ def _take_part(runtime: Runtime) -> None:
             runtime.zero_grad(set_to_none=False)
         attendance.zeroed = [0, 0]  # these calls followed the other ranks', so peers need not hear of them
 
-    runtime.gate.outdate()
+    runtime.gate.invalidate()
     attendance.serving = True
     if not attendance.ended and not attendance.gathers_meet:
         # the others learn of this in the exchange at the end of a backward, or of their own loops

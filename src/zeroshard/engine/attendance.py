@@ -138,7 +138,7 @@ class Attendance:
         if meets and (self.ended or self.unasked):
             self.ask("gather", unit.number, unit.name)
             self.unasked = False
-        unit.gather()
+        unit.unshard()
 
     def ask(self, event: str | None, values: object = None, name: str = "") -> tuple[str, Any] | None:
         """Exchange the next event (collective; None: this rank's data has ended). Return the leader's event and values.

@@ -120,7 +120,7 @@ class ParameterBuffer:
         """True if the shard is on the device, at rest or in a staging buffer."""
         return not self.staged or (self._staged is not None and self._staged[2].done())
 
-    def forget(self) -> None:
+    def cancel_fetch(self) -> None:
         """Drop a shard that was fetched and not gathered, since the shard at rest is about to change."""
         if self._staged is not None:
             assert self._pool is not None
@@ -130,10 +130,10 @@ class ParameterBuffer:
             self._staged = None
         self.settle()
 
-    def outdate(self) -> None:
+    def invalidate(self) -> None:
         """Invalidate copies that the communicator keeps of the shard, once none reads it: the shard is about to be written."""
         self.settle()
-        self.comm.outdate(self.number)
+        self.comm.invalidate(self.number)
 
     def settle(self) -> None:
         """Wait, on the host, until no copy to the device reads the shard in host memory: so far only a stream may have waited."""
@@ -170,7 +170,7 @@ class ParameterBuffer:
             self.ledger.strike(GATHERED, self._full_nbytes)
             self._present = False
 
-    def part(self) -> None:
+    def detach(self) -> None:
         """Let tensors that refer to the gathered memory keep it, with its ledger entry; later gathers allocate other memory."""
         if self._present:
             weakref.finalize(self.full.untyped_storage(), self.ledger.strike, GATHERED, self._full_nbytes).atexit = False

@@ -309,7 +309,7 @@ class OptimizerCore:
     def _update(self) -> list[ParamGroup]:
         """Step this rank's shards; return the groups whose parameters were written, the same on every rank."""
         self.comm.fence_write(synchronised=True)  # the norm's exchange was the barrier
-        self.runtime.gate.outdate()
+        self.runtime.gate.invalidate()
         groups = self.stepped_groups
         stepped = set(map(id, groups))
         self.runtime.gate.refresh(groups)
@@ -336,7 +336,7 @@ class OptimizerCore:
         self._copy_options(self.inner, self.outer)  # some classes count their steps in options or attributes
         for group in groups:
             if group.masters.split and not self.replicated:
-                group.values.forget()  # a fetched copy has the old values
+                group.values.cancel_fetch()  # a fetched copy has the old values
             elif group.masters.rest is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, group.masters.rest.load(0, group.masters.rest.numel))
             if group.gradients.replicated:
@@ -361,7 +361,7 @@ class OptimizerCore:
         if self.replicated:
             group.values.full.copy_(stepped)
         else:
-            group.values.forget()
+            group.values.cancel_fetch()
             rest = group.values.rest
             rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # round first, then move fewer bytes
 
@@ -402,7 +402,7 @@ class OptimizerCore:
         self.runtime.gate.wait()
         if self.delayed is not None and self.delayed.unpublished:
             self.comm.fence_write()
-            self.runtime.gate.outdate()
+            self.runtime.gate.invalidate()
             self.publish(self._publish_delayed())
 
     def _rearrange(self, stepped: set[int]) -> None:

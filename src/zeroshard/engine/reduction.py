@@ -206,7 +206,7 @@ class Reductions:
             for other in self._departing:
                 if other is not reduction:
                     for buffer in other.buffers:
-                        buffer.depart()
+                        buffer.start_offload()
             self._departing = [each for each in (*self._departing, reduction) if any(b.departing for b in each.buffers)]
         self.poll()
 
@@ -303,7 +303,7 @@ class Reductions:
         buffers, streams = [group.gradients for group in groups], self.comm.streams
         for grads in buffers:
             if grads.square_sum is None and grads.departure is not None:
-                grads.land()
+                grads.wait_at_rest()
                 grads.apply_factor()
                 grads.square_sum = streams.square_sums([grads.rest.host(0, grads.rest.numel)])
         known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
@@ -507,7 +507,7 @@ class GradientBuffer:
         """True while a reduction whose result is offloaded runs, or its result is being copied to its tier."""
         return self.departure is not None and (self._work is not None or self.departure.arriving is not None)
 
-    def depart(self) -> None:
+    def start_offload(self) -> None:
         """Start to copy the result to its tier if the reduction is over, or if only the device's stream has to wait for it."""
         if self.departure is None:
             return
@@ -554,7 +554,7 @@ class GradientBuffer:
 
     def resting(self) -> Rest:
         """Return where the reduced shard (REPLICATED: the whole gradient) rests, not yet multiplied by `factor`."""
-        self.land()
+        self.wait_at_rest()
         if self.replicated:
             return self.tiers.over(self.full)
         return self.rest if self.carry is None else self.tiers.over(self.carry)
@@ -565,7 +565,7 @@ class GradientBuffer:
         `factor` is applied after the cast: a clipped bf16 gradient is rounded once, and small fp16 gradients, which the loss
         scale has kept from underflow, do not vanish when the loss scale is divided out.
         """
-        self.land()
+        self.wait_at_rest()
         part = (self.full[start:stop] if self.replicated else self._at_rest(start, stop)).to(dtype)
         return part if self.factor == 1.0 else part.mul(self.factor)
 
@@ -586,14 +586,14 @@ class GradientBuffer:
         """A counter that changes whenever the user writes to the gradient."""
         return torch_compat.version(self.full) if self.replicated else self._stores
 
-    def land(self) -> None:
+    def wait_at_rest(self) -> None:
         """Wait until the reduced shard is at rest."""
         if self.departure is not None:
             self.departure.settle()
 
     def hand_over(self) -> Rest:
         """Return the resting place of the reduced shard, valid until the next call; later gradients use the other place."""
-        self.land()
+        self.wait_at_rest()
         if self.twin is None:
             twin = self.tiers.rest(GRADIENTS, self.offload, self.rest.numel, self.dtype)
             self.twin, _ = self.tiers.departure(twin, self.send_dtype)
@@ -674,5 +674,5 @@ class GradientBuffer:
         """Wait for transfers under way, and drop all gradients."""
         if self._work is not None:
             self._work.drain()
-        self.land()
+        self.wait_at_rest()
         self.drop()

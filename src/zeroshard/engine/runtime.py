@@ -41,7 +41,7 @@ from .tensor.sharded_tensor import ShardedTensor
 from .topology import Topology
 from .unit import ModelForward, Phase, Unit, UnitForward
 from .verbs import begin
-from .watch import NONE, ModelWatch, Watches
+from .watch import ModelWatch, Watches
 from .write_gate import WriteGate
 
 
@@ -76,7 +76,7 @@ class Runtime:
 
     def __init__(
         self, model: nn.Module, config: Config, topology: Topology, tiers: Tiers, progress: Progress,
-        build: Callable[[Runtime], list[Unit]], watches: Watches = NONE,
+        build: Callable[[Runtime], list[Unit]], watches: Watches,
     ) -> None:  # fmt: skip
         """Call `build` for the units, which belong to this runtime. `comm` are the data-parallel ranks (`topology.control`)."""
         self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
@@ -191,7 +191,7 @@ class Runtime:
         if not self.forwards:  # the outermost forward is over
             for unit in self.viewed:
                 if not unit.in_use and not self.prefetcher.lives_on(unit, self.in_training()):
-                    unit.release()
+                    unit.reshard()
             self.viewed.clear()
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
@@ -279,7 +279,7 @@ class Runtime:
             return output
         unit.entries.swap_out()
         if not self.prefetcher.lives_on(unit, self.in_training()) and not (self.forwards and unit in self.viewed):
-            unit.release()
+            unit.reshard()
         return output
 
     def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> object:
@@ -331,7 +331,7 @@ class Runtime:
             self._take_part(Visit(unit.number, backward))
         self.schedule.visit(Visit(unit.number, backward), training)
         self.attendance.gather(unit)
-        unit.ready()
+        unit.wait_for_unshard()
         unit.entries.swap_in()
         self.gate.read_ahead()  # the optimizer's transfers for its next step on the host go on meanwhile
         self.prefetcher.ahead(training)  # gathers and fetches run while this unit computes
@@ -348,13 +348,13 @@ class Runtime:
             unit = self.units[visit.unit]
             self.schedule.visit(visit, training=True)
             self.attendance.gather(unit)
-            unit.ready()
+            unit.wait_for_unshard()
             if unit.in_use:  # a recorded visit inside a forward that still runs
                 continue
             if unit.lends and not visit.backward:  # ranks that use it keep it until the forward is over
                 self.lend_out(unit)
             elif visit.backward or not self.prefetcher.lives_on(unit, True):
-                unit.release()
+                unit.reshard()
         if visits:
             names = ", ".join(dict.fromkeys(self.units[visit.unit].name for visit in visits))
             self.schedule.note(f"not used by this rank in a step, and gathered because other ranks may use them: {names}")
@@ -472,7 +472,7 @@ class Runtime:
         if not unit.in_use:
             unit.entries.hide()
             unit.entries.swap_out()
-            unit.release()
+            unit.reshard()
 
     def end_backward(self) -> None:
         """End a backward (collective): reduce units that only other ranks used, wait for all reductions, release all units."""
@@ -582,8 +582,8 @@ class Runtime:
             unit.forward = None
             unit.entries.hide()
             unit.entries.swap_out()
-            unit.release()
-            unit.forget()
+            unit.reshard()
+            unit.cancel_fetch()
 
     def flush(self) -> None:
         """Reduce local sums held back, before gradients are used (collective); raise if a failed backward has lost gradients."""

@@ -8,7 +8,7 @@ or past them, through a loss that a module keeps as an attribute. Activations ar
 
 Some code bypasses these hooks (a function that keeps a parameter in its `ctx` without `save_for_backward`, a user's own hooks
 inside the unit's forward) and refers to the memory itself. Such references are counted (`ParamGroup.referred`): memory that
-backward might reach without these hooks is not released but stays with the tensors that refer to it (`ParamGroup.part`).
+backward might reach without these hooks is not released but stays with the tensors that refer to it (`ParamGroup.detach`).
 """
 
 from __future__ import annotations

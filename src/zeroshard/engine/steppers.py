@@ -66,7 +66,7 @@ class HostStep(SlabStep):
 
 
 class DelayedUpdate(ABC):
-    """A `HostStep` that steps while the next forward and backward run (ZeRO-Offload, arXiv 2101.06840, 4.3)."""
+    """A host's step in the background, while the next forward and backward run (ZeRO-Offload, arXiv 2101.06840, 4.3)."""
 
     unpublished: list[Job]  # jobs stepped, or being stepped, whose parameters are not written yet
 

@@ -115,9 +115,9 @@ class ParamGroup:
         """True if a tensor of the program, or one that autograd has saved, refers to the gathered memory."""
         return references(self.values.full) > self.own_references
 
-    def part(self) -> None:
+    def detach(self) -> None:
         """Let the tensors that refer to the gathered memory keep it; later gathers of this group allocate other memory."""
-        self.values.part()
+        self.values.detach()
         for compute, view in zip(self.compute, self.values.views, strict=True):
             set_data(compute, view)
         self.own_references = references(self.values.full)
@@ -137,8 +137,8 @@ class ParamGroup:
 
     def _begin_set(self) -> None:
         self.unit.writes += 1
-        self.values.forget()  # a fetched copy has the old value
-        self.values.outdate()  # so have copies that the communicator keeps
+        self.values.cancel_fetch()  # a fetched copy has the old value
+        self.values.invalidate()  # so have copies that the communicator keeps
 
     def mark_written(self) -> None:
         """Count a step's write, which autograd did not see, so that the backward of an earlier forward raises, as in torch."""
@@ -252,7 +252,7 @@ class Unit:
         self.gathered = [group for group in groups if group.values.sharded]  # the other groups are whole at rest
         self.sharded = bool(self.gathered)
         self.phase = Phase.SHARDED if self.sharded else Phase.READY
-        self.lent = False  # the next release must let tensors that refer to the memory keep it (`ParamGroup.part`)
+        self.lent = False  # the next release must let tensors that refer to the memory keep it (`ParamGroup.detach`)
         self.lends = False  # some forward of it has returned views of its memory
         self.forward: UnitForward | None = None  # the outermost forward that runs inside
         self.entries = ModuleEntries(groups)
@@ -333,14 +333,14 @@ class Unit:
         """True if the shards being fetched have all arrived in their staging buffers."""
         return self.phase is Phase.FETCHING and all(group.values.fetched for group in self.gathered)
 
-    def forget(self) -> None:
+    def cancel_fetch(self) -> None:
         """Drop shards that were fetched and not gathered (FETCHING -> SHARDED), since the shards at rest are about to change."""
         for group in self.groups:
-            group.values.forget()
+            group.values.cancel_fetch()
         if self.phase is Phase.FETCHING:
             self._move(Phase.SHARDED)
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Start the all-gather (-> GATHERING); no-op if started or READY. If it raises (no memory), the unit is SHARDED again."""
         if self.phase is Phase.AWAY:
             self.runtime.moved.check("parameters")
@@ -355,38 +355,38 @@ class Unit:
                 work.wait()
             self._works = []
             for group in self.gathered:
-                group.values.forget()
+                group.values.cancel_fetch()
                 group.values.release()
             self._move(Phase.SHARDED)
             raise
 
-    def ready(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait for the unit's all-gather, starting it if need be (-> READY)."""
         if self.phase is Phase.READY:
             return
-        self.gather()
+        self.unshard()
         for work in self._works:
             work.wait()
         self._works = []
         self._move(Phase.READY)
         self.guard(False)
 
-    def release(self) -> None:
-        """Release the gathered memory (READY -> SHARDED); the inverse of `ready`. No-op for replicated units."""
+    def reshard(self) -> None:
+        """Release the gathered memory (READY -> SHARDED); the inverse of `wait_for_unshard`. No-op for replicated units."""
         if not self.sharded or self.phase in (Phase.SHARDED, Phase.FETCHING, Phase.AWAY):
             return
-        self.ready()  # a running all-gather still writes to the memory
+        self.wait_for_unshard()  # a running all-gather still writes to the memory
         lent, self.lent = self.lent and self.referred, False
         for group in self.gathered:
             if lent and group.referred:
-                group.part()
+                group.detach()
             group.values.release()
         if lent:
             self.runtime.saved.follow(self)  # the parted groups have other storages now
         self._move(Phase.SHARDED)
         self.guard(True)
 
-    def leave(self) -> None:
+    def move_away(self) -> None:
         """Mark the parameters as moved to another tier (SHARDED, or READY if replicated, -> AWAY); used, they raise."""
         self._move(Phase.AWAY)
         for group in self.groups:
@@ -396,8 +396,8 @@ class Unit:
                 else:
                     param.__class__ = AwayParameter
 
-    def come_back(self) -> None:
-        """Mark the parameters as moved back to their own tier, perhaps to another address; the inverse of `leave`."""
+    def move_back(self) -> None:
+        """Mark the parameters as moved back to their own tier, perhaps to another address; the inverse of `move_away`."""
         self._move(Phase.SHARDED if self.sharded else Phase.READY)
         for group in self.groups:
             values = group.values
@@ -411,18 +411,18 @@ class Unit:
                 for param, view in zip(group.params, values.views, strict=True):
                     set_data(param, view)
 
-    def land(self) -> None:
+    def cancel_unshard(self) -> None:
         """Complete a running all-gather and release it (GATHERING -> SHARDED): the caller gathers the buffers itself."""
         if self.phase is Phase.GATHERING:
-            self.release()
+            self.reshard()
 
-    def outdate(self) -> None:
+    def invalidate(self) -> None:
         """Drop copies made ahead of use and wait until no copy reads the shards: the shards are about to be written."""
         if not self.in_use:
-            self.release()
-            self.forget()
+            self.reshard()
+            self.cancel_fetch()
         for group in self.groups:
-            group.values.outdate()
+            group.values.invalidate()
 
     def guard(self, released: bool) -> None:
         """Set the class of compute parameters: if `released`, one that the program kept raises instead of reading its memory."""
@@ -450,7 +450,7 @@ class Unit:
             return
         if not self.in_backward:  # else the end of the unit's backward releases it
             self.entries.swap_out()
-            self.release()
+            self.reshard()
         raise ShardedWriteError(
             f"{', '.join(written[:3])}: written in place inside a forward, where each rank has a copy that is dropped after it. "
             "Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in "

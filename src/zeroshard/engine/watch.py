@@ -51,6 +51,3 @@ class Watches:
 
     values: Callable[[DirectComm, list[ParamGroup]], ValueWatch] = ValueWatch
     tell: Callable[[BaseException, Runtime, str], None] = _silent
-
-
-NONE = Watches()

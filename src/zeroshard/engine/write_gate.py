@@ -1,11 +1,11 @@
 """The gate before a write to values, masters or optimizer states: it waits for all readers and drops copies, in this order.
 
-moved      raise if states are away (zs.offload_states)
-recover    clear the state of a failed backward, and release the units that it had gathered
-outdate    units drop copies that they fetched or gathered ahead of use, and wait for copies to the device that read their shards
-delayed    wait for the host's step of a delayed update
-saver      wait until a save in the background has copied
-stepper    the host's step drops the states that it has read ahead
+moved        raise if states are away (zs.offload_states)
+recover      clear the state of a failed backward, and release the units that it had gathered
+invalidate   units drop copies that they fetched or gathered ahead of use, and wait for copies to the device that read their shards
+delayed      wait for the host's step of a delayed update
+saver        wait until a save in the background has copied
+stepper      the host's step drops the states that it has read ahead
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class WriteGate:
     """Every writer calls `wait` or `before` first.
 
-    delayed: the delayed update; stepper: the stepper of a step on the host. The optimizer's core (optim/) sets both, if used.
+    delayed: the delayed update; stepper: the stepper of a step on the host. The optimizer's core sets both, if used.
     saver: the background saver of checkpoints, from the first save on.
     """
 
@@ -37,17 +37,17 @@ class WriteGate:
         self.runtime.moved.check()
         self.runtime.recover()
         for unit in units:
-            unit.outdate()
+            unit.invalidate()
         if self.delayed is not None:
             self.delayed.wait()
         if self.saver is not None:
             self.saver.await_copy()
 
-    def outdate(self) -> None:
+    def invalidate(self) -> None:
         """Clear a failed backward; have all units drop gathered and fetched copies of their shards, which are about to be written."""
         self.runtime.recover()
         for unit in self.runtime.units:
-            unit.outdate()
+            unit.invalidate()
 
     def before(self, *units: Unit) -> None:
         """Prepare for a write, other than by a step, to values of `units`, to masters or to states."""

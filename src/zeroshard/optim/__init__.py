@@ -1,1 +1,1 @@
-"""The sharded optimizer: steps flat shards with any elementwise torch.optim optimizer, and whole parameters with others."""
+"""Optimizers: the user's object while its model is sharded, Muon and Lion, averages, optimizers that come late or from elsewhere."""

@@ -116,7 +116,7 @@ class AveragedModel:
     def _exchange(self, write: Callable[[ParamGroup, Rest], None]) -> None:
         """Write this rank's shards of all groups by `write(group, average)`; gather replicated parameters again (collective)."""
         runtime, groups = self.runtime, [group for group, _ in self._shards]
-        runtime.gate.outdate()  # units drop gathered copies of the values that are about to be replaced
+        runtime.gate.invalidate()  # units drop gathered copies of the values that are about to be replaced
         runtime.comm.exchange(b"", "AveragedModel.swapped")  # a barrier: no peer reads this rank's shards any more
         runtime.comm.fence_write(synchronised=True)
         for group, average in self._shards:

@@ -159,7 +159,7 @@ class HierarchicalComm(Wrapper):
         packed = self.inner.packs or self.outer.packs
         return torch.promote_types(self.sums, dtype) if packed and self.sums is not None else dtype
 
-    def outdate(self, number: int) -> None:
+    def invalidate(self, number: int) -> None:
         self._held.discard(number)
 
     def holds(self, number: int) -> bool:

@@ -82,7 +82,7 @@ def offload_states(
         runtime.gate.wait()
     if "gradients" not in moved:
         runtime.flush()
-    runtime.gate.outdate()
+    runtime.gate.invalidate()
     memories, groups = _memories(runtime), runtime.groups
     rests: dict[str, list[Rest]] = {  # `moved` makes them raise StatesAway while they are away
         "optimizer": [rest for group in groups for rest in (*group.columns.values(), *group.averages)],
@@ -101,7 +101,7 @@ def offload_states(
     moved.move(wanted, memories, rests, offload, wait=not non_blocking)
     if "parameters" in wanted:
         for unit in runtime.units:
-            unit.leave()
+            unit.move_away()
     if runtime.comm.device.type == "cuda":
         torch.cuda.empty_cache()  # another process may use the device meanwhile
     runtime.comm.fence_read()
@@ -119,7 +119,7 @@ def reload_states(model: nn.Module) -> None:
     left = "parameters" in moved
     moved.bring_back()
     for unit in runtime.units if left else ():
-        unit.come_back()
+        unit.move_back()
     runtime.comm.fence_read()
 
 

@@ -47,9 +47,9 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
         runtime.gate.saver.close()
     for unit in runtime.units:
         unit.entries.swap_out()
-        unit.land()
+        unit.cancel_unshard()
         whole = [(group, whole_values(group, runtime)) for group in unit.groups] if restore else []
-        unit.release()
+        unit.reshard()
         unit.guard(not restore)  # restore=False: compute parameters that the program kept raise when used
         for group, values in whole:
             for index, value in enumerate(values):
@@ -63,7 +63,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     for group in runtime.groups:
         if group.grads is not None:
             group.grads.close()
-        group.values.forget()
+        group.values.cancel_fetch()
         group.values.release()
     runtime.tiers.close()
     runtime.closed = True

@@ -146,12 +146,12 @@ class Gathering:
             return
         if not busy:
             unit.entries.swap_out()
-        unit.ready()
+        unit.wait_for_unshard()
         views = [home.group.values.views[home.index].detach().clone() for home in homes]
         wholes = [_Whole(param, view, self) for param, view in zip(params, views, strict=True)]
         self._wholes += wholes
         if not busy:
-            unit.release()
+            unit.reshard()
         nbytes = sum(view.nbytes for view in views)
         unit.groups[0].values.ledger.enter(GATHERED, nbytes)  # beside the unit's own gathered memory
         self._opened.append((unit, unit.pinned, nbytes))

@@ -163,11 +163,11 @@ class Comm(Group, ABC):
     """Asynchronous collectives on flat tensors, among the ranks of a group.
 
     A model announces its collectives by `reserve`, `reserve_slices` and `expect`, and calls `open` once, before the first one;
-    `release` is the inverse of `open`. Before it writes a region's shards it calls `outdate`. Threads: as `Control`.
+    `release` is the inverse of `open`. Before it writes a region's shards it calls `invalidate`. Threads: as `Control`.
     """
 
     control: Control  # the control messages and waits of these ranks
-    parts: tuple[Comm, ...] = ()  # the Comms that this one calls: open, release, forget and outdate are passed on to them
+    parts: tuple[Comm, ...] = ()  # the Comms that this one calls: open, release, forget and invalidate are passed on to them
     queue: Comm | None = None  # the Comm itself if its reductions are matched by the order in which ranks start them
     packs: bool = False  # whether reductions compress gradients (by a codec) now; some codecs begin after warm-up steps
 
@@ -220,10 +220,10 @@ class Comm(Group, ABC):
         for part in self.parts:
             part.forget()
 
-    def outdate(self, number: int) -> None:
+    def invalidate(self, number: int) -> None:
         """Invalidate copies of region `number` (secondary shards), since its shards are about to be written."""
         for part in self.parts:
-            part.outdate(number)
+            part.invalidate(number)
 
     def holds(self, number: int) -> bool:
         """Return True if the next gather from region `number` will read secondary shards, which an earlier gather has kept."""
