@@ -17,6 +17,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
+from zeroshard.diagnostics.status_server import JudgingDesk
 from zeroshard.engine.comm import sums
 from zeroshard.engine.comm.base import Region
 from zeroshard.engine.comm.process_group import DistComm
@@ -60,7 +61,7 @@ def _train_at(stage: int, rank: int) -> tuple[dict, list[str], list[float]]:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     streams = RecordingStreams()
-    comm = DistComm(None, torch.device("cpu"), 30.0, ordered=True, streams=streams)
+    comm = DistComm(None, torch.device("cpu"), 30.0, ordered=True, streams=streams, desk=JudgingDesk())
     model, optimizer = zs.shard(model, optimizer, stage=stage, comm=comm)
     norms = []
     for step in range(STEPS):
@@ -121,7 +122,7 @@ def _leave_ragged(rank: int, world_size: int) -> float | None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(8)))
-    comm = DistComm(None, torch.device("cpu"), 15.0, ordered=True, streams=PatientStreams(separate_host=True))
+    comm = DistComm(None, torch.device("cpu"), 15.0, ordered=True, streams=PatientStreams(separate_host=True), desk=JudgingDesk())
     comm.waits_on_host = False
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tiers = {"offload_optimizer": "cpu", "offload_gradient": "cpu"}
@@ -149,7 +150,7 @@ def _reduced(rank: int, world_size: int) -> list[tuple[torch.Tensor, float | Non
     given = torch.randn(world_size * 2500, generator=generator).bfloat16()
     for received_nbytes, streams in ((sums.RECEIVED_NBYTES, None), (1, None), (1, RecordingStreams())):
         sums.RECEIVED_NBYTES = received_nbytes
-        comm = DistComm(None, torch.device("cpu"), 30.0, ordered=True, streams=streams)
+        comm = DistComm(None, torch.device("cpu"), 30.0, ordered=True, streams=streams, desk=JudgingDesk())
         out = torch.arange(2500.0)
         work = comm.reduce(Region(given), out, scale=0.5, accumulate=True, tag=0, label="reduce")
         work.wait()

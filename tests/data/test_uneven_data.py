@@ -25,6 +25,7 @@ from zeroshard.comm import backend_select
 from zeroshard.comm.backend_select import _close_all
 from zeroshard.comm.launch import run_processes
 from zeroshard.config import Offload
+from zeroshard.diagnostics.status_server import JudgingDesk
 from zeroshard.engine.comm.process_group import DistComm
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
@@ -147,7 +148,7 @@ def _over_sockets(rank: int, world_size: int, ways: list[str]) -> dict:
         for way in ways:
             results[stage, way] = run(rank, LENGTHS, {"stage": stage, "comm": "dist", "stall_timeout_s": 20.0}, **WAYS[way])
     for stage in STAGES:
-        comm = DistComm(None, torch.device("cpu"), 20.0, ordered=True, streams=RecordingStreams())
+        comm = DistComm(None, torch.device("cpu"), 20.0, ordered=True, streams=RecordingStreams(), desk=JudgingDesk())
         results[stage, "ordered"] = run(rank, LENGTHS, {"stage": stage, "comm": comm})
     results[3, "empty"] = run(rank, (0, 2, 1, 0), {"stage": 3, "comm": "dist", "stall_timeout_s": 20.0})
     results[3, "disk"] = run(rank, LENGTHS, {"stage": 3, "offload_param": "cpu", "offload_optimizer": "cpu"})

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from zoo import Block, Case, Stack, compare, normal_batches, reference, seeded, sgd, sharded, square
 
 import zeroshard as zs
+from zeroshard.diagnostics.status_server import JudgingDesk
 from zeroshard.engine.comm.process_group import DistComm
 from zeroshard.planner.measure import probe
 
@@ -249,7 +250,7 @@ def test_a_model_on_a_device_that_is_not_current(tiers: dict, offload: str, tmp_
         pytest.skip("needs two CUDA devices")  # the one that is current must not be the model's; the stand-in device can have two
     device, plain = torch.device("cuda:1"), _plain()
     with torch.cuda.device(device):
-        comm = DistComm(dist.new_group([0]), device, 30.0)
+        comm = DistComm(dist.new_group([0]), device, 30.0, desk=JudgingDesk())
     model = _gpt2().to(device)
     zs.checkpoint_activations(model, offload=offload, min_numel=1)
     before = torch.cuda.memory_allocated(0)

@@ -13,6 +13,7 @@ from recording_streams import RecordingStreams
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.diagnostics.status_server import JudgingDesk
 from zeroshard.engine import reduction
 from zeroshard.engine.comm.process_group import DistComm, _Collected, backend_for, talking_device
 from zeroshard.engine.runtime import runtime_of
@@ -31,7 +32,7 @@ def group():
 
 
 def ordered(waits_on_host: bool = True) -> DistComm:
-    comm = DistComm(None, CPU, 30.0, ordered=True, streams=RecordingStreams())
+    comm = DistComm(None, CPU, 30.0, ordered=True, streams=RecordingStreams(), desk=JudgingDesk())
     comm.waits_on_host = waits_on_host
     return comm
 
@@ -53,7 +54,7 @@ def built(**options):
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_reduction_lets_go_of_what_it_received(in_order, group):
     """Also while the cyclic collector sleeps: what is received is as large as the whole gradient."""
-    model, optimizer = built(stage=2, comm=ordered() if in_order else DistComm(None, CPU, 30.0))
+    model, optimizer = built(stage=2, comm=ordered() if in_order else DistComm(None, CPU, 30.0, desk=JudgingDesk()))
     seen = []
 
     def look() -> None:
@@ -147,7 +148,11 @@ def test_counters_go_where_the_step_wants_them(options, on_device):
 @pytest.mark.parametrize("over_gloo", [True, False], ids=["dist", "shared"])
 def test_a_default_device_is_for_the_users_tensors(tiers, over_gloo, group, tmp_path):
     """torch.set_default_device("cuda") must not reach this library's host memory. Here "meta", where nothing can be read."""
-    options = tiers | {"stage": 3, "offload_path": str(tmp_path), "comm": DistComm(None, CPU, 30.0) if over_gloo else "shared"}
+    options = tiers | {
+        "stage": 3,
+        "offload_path": str(tmp_path),
+        "comm": DistComm(None, CPU, 30.0, desk=JudgingDesk()) if over_gloo else "shared",
+    }
 
     def make():
         model = seeded(OddGPT)

@@ -18,6 +18,7 @@ from zoo import Stack, adamw, normal_batches, run_threads, same, seeded, sgd
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
+from zeroshard.diagnostics.status_server import JudgingDesk
 from zeroshard.engine.comm.process_group import DistComm
 
 MODES = [
@@ -428,7 +429,14 @@ def _train(rank, world_size):
     found = {}
     for ordered in (False, True):
         for stage in (1, 3):
-            comm = DistComm(None, torch.device("cpu"), 30.0, ordered=ordered, streams=RecordingStreams() if ordered else None)
+            comm = DistComm(
+                None,
+                torch.device("cpu"),
+                30.0,
+                ordered=ordered,
+                streams=RecordingStreams() if ordered else None,
+                desk=JudgingDesk(),
+            )
             model = seeded(Stack)
             model, optimizer = zs.shard(model, adamw(model.parameters()), stage=stage, comm=comm)
             grads = Run(PHASES["phases"]).sharded(rank, model, optimizer)

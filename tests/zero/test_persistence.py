@@ -11,6 +11,7 @@ from recording_streams import RecordingStreams
 
 import zeroshard as zs
 from zeroshard.comm.launch import run_processes
+from zeroshard.diagnostics.status_server import JudgingDesk
 from zeroshard.engine.comm.process_group import DistComm
 from zeroshard.testing import run_threads
 
@@ -59,7 +60,8 @@ def _over_torch_distributed(rank, world_size):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     comms = [
-        DistComm(None, torch.device("cpu"), 30.0, ordered=o, streams=RecordingStreams() if o else None) for o in (False, True)
+        DistComm(None, torch.device("cpu"), 30.0, ordered=o, streams=RecordingStreams() if o else None, desk=JudgingDesk())
+        for o in (False, True)
     ]
     return [_with_frozen(rank, SMALL, comm) for comm in comms]
 

@@ -24,9 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..diagnostics.status_server import ProcessDesk
+from ..diagnostics.status_server import JudgingDesk, ProcessDesk
 from ..engine.comm.base import DirectComm
-from ..engine.comm.desk import Desk
 from ..engine.comm.failure import failure_of, last_words, note_exits
 from ..engine.comm.process_group import DistComm, backend_for
 from ..errors import ConfigError, did_you_mean
@@ -148,11 +147,7 @@ def _of_group(group: object, device: torch.device, stall_timeout_s: float, optio
     if is_imagined():
         world = FakeComm(dist.get_rank(), dist.get_world_size(), device)
         return world.subgroup([dist.get_process_group_ranks(group)])
-    return _known(DistComm(group, device, stall_timeout_s, desks=_desk), group)
-
-
-def _desk(comm: DirectComm) -> Desk:
-    return ProcessDesk.among(comm, on_this_host=False)
+    return _known(DistComm(group, device, stall_timeout_s, desk=JudgingDesk()), group)
 
 
 def _solo(device: torch.device, stall_timeout_s: float) -> DirectComm:
@@ -186,14 +181,14 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Direc
                 f"{[p[:2] for p in told]}. Leave comm out, or pass comm='dist'."
             )
         if choice == "dist" or door is None or (len(here) == 1 and not same_host):  # no rank shares this one's host
-            return DistComm(None, device, stall_timeout_s, desks=_desk)
+            return DistComm(None, device, stall_timeout_s, desk=JudgingDesk())
         transport = ProcessTransport(here.index(dist.get_rank()), door, [told[rank][2] for rank in here], stall_timeout_s)
         shared = SharedComm(transport, device, stall_timeout_s, ranks=here)
         if same_host:
             if len(here) > 1:  # otherwise there is no peer to ask
                 shared.desk = ProcessDesk.among(shared, on_this_host=True)
             return shared
-        comm = DistComm(None, device, stall_timeout_s, desks=_desk)
+        comm = DistComm(None, device, stall_timeout_s, desk=JudgingDesk())
         comm.local, shared.desk, shared.shares_desk, shared.pending = shared, comm.desk, True, comm.pending
         return comm
     finally:

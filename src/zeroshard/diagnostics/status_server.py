@@ -51,6 +51,16 @@ _AT_A_TIME = 16  # number of peers asked at a time
 SILENT = "does not answer: its process is stopped, or native code holds Python's lock"
 
 
+class JudgingDesk(Desk):
+    """Desk of a process that explains errors of the backend; `open` returns one that peers can ask."""
+
+    def explain(self, comm: DirectComm, label: str, error: RuntimeError) -> Failure | None:
+        return judge(comm, label, error)
+
+    def open(self, comm: DirectComm) -> Desk:
+        return ProcessDesk.among(comm, on_this_host=False)
+
+
 class ThreadDesk(Desk):
     """Desk of ranks that are threads of one process: it reads the peers' notes directly."""
 
@@ -62,7 +72,7 @@ class ThreadDesk(Desk):
         return {peer: self._boards[peer].report() for peer in peers if peer in self._boards}
 
 
-class ProcessDesk(Desk):
+class ProcessDesk(JudgingDesk):
     """Desk of one process in a group.
 
     Threads: only the thread that uses the Comm calls methods. The desk's own thread reads `progress` and sets `told`, once.
@@ -109,9 +119,6 @@ class ProcessDesk(Desk):
         found = [each[5] for each in self._addresses]
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(found))}
         return [numbers[identity] for identity in found]
-
-    def explain(self, comm: DirectComm, label: str, error: RuntimeError) -> Failure | None:
-        return judge(comm, label, error)
 
     def answer_for(self, owner: object) -> Callable[[], object]:
         self._owners += 1

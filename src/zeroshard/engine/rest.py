@@ -235,14 +235,13 @@ class Tiers(Links):
     The rank's own thread does not touch these meanwhile; a FileRest checks that (`ThreadsMet`). Only the thread that uses the
     Comm sends word of failures to peers.
 
-    away: the states that were moved to another tier for a while. failure: error of the first request that failed; from then on every
+    failure: error of the first request that failed; from then on every
     use of the states raises it, as some of them may be of one step and some of the next.
     """
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
         super().__init__(comm.device, comm.streams, ledger)
         self.comm = comm
-        self.away = Away()
         self.pools: list[StagingPool] = []  # device: gradients to be reduced; offloaded shards that are about to be gathered
         self._entered: list[tuple[str, int, Tier]] = []
         self.failure: OffloadIOError | None = None
@@ -286,6 +285,10 @@ class Tiers(Links):
     def over(self, tensor: Tensor) -> Rest:
         """Return a resting place over a tensor on the device, whose bytes its owner enters in the ledger."""
         return MemoryRest(tensor, Tier.DEVICE, self)
+
+    def make_away(self) -> Away:
+        """Return the record of the states that were moved to another tier for a while."""
+        return Away()
 
     def halves(self, high: Rest, low: Rest) -> Rest:
         """Return a resting place of fp32 masters as two halves: the bf16 values, and the 16 bits that these lack."""

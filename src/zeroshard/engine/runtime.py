@@ -81,7 +81,7 @@ class Runtime:
         """Call `build` for the units, which belong to this runtime. `comm` are the data-parallel ranks (`topology.control`)."""
         self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
         self.comm, self.watches = topology.control, watches
-        self.moved = tiers.away
+        self.moved = tiers.make_away()
         self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
         self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # made since zs.shard and not used yet (optim/late_optimizer.py)
         self.model_watch = ModelWatch()  # zs.shard sets one that notices

@@ -144,14 +144,14 @@ class ShardedOptimizer:
 
 def steppers_for(optimizer: torch.optim.Optimizer, runtime: Runtime) -> Steppers:
     """Make the steppers of an optimizer, each with a copy of it, as the options of its model say."""
-    config, tiers = runtime.config, runtime.tiers
+    config, tiers, alone = runtime.config, runtime.tiers, whole_parameters(optimizer)
     host: HostStepper | None = None
     if config.offload_optimizer.tier is not Tier.DEVICE:
         given = config.offload_optimizer.fused  # whether the host steps with fused kernels; None: where it is best
         fused = (tiers.separate or matches(optimizer)) if given is None else given
         host = HostStepper(inner_copy(optimizer), config.offload_optimizer, tiers, fused)
     return Steppers(
-        whole_parameters(optimizer),
+        alone,
         WholeStepper(inner_copy(optimizer), tiers, config.row.optimizer is Placement.REPLICATED),
         SlabStepper(inner_copy(optimizer), tiers, matches(optimizer)),
         host,

@@ -187,11 +187,13 @@ class FurtherTiers(Tiers):
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
         super().__init__(comm, ledger)
-        self.away: MovedStates = MovedStates(self)
         self.slots: BufferPool | None = None  # host: shards read from disk that are copied to a separate device
         self.landings: BufferPool | None = None  # device: reduced gradient shards that rest on another tier
         self.arrivals: BufferPool | None = None  # host: gradient shards that are then added, or written to disk
         self._folders: dict[str, _Folder] = {}
+
+    def make_away(self) -> MovedStates:  # it refers to the tiers; kept here it would make a cycle
+        return MovedStates(self)
 
     def halves(self, high: Rest, low: Rest) -> Rest:
         return SplitRest(high, low)

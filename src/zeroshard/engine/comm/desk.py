@@ -30,6 +30,10 @@ class Desk:
     def tell(self, peers: Collection[int], failure: Failure) -> None:
         """Send the failure for which the group can not go on to peers; skip a peer that can not be reached."""
 
+    def open(self, comm: DirectComm) -> Desk:
+        """Return the desk of this rank in a Comm, which knows those of all its ranks (collective)."""
+        return self
+
     def nodes(self) -> list[int]:
         """Return the node number of each rank; [] where the desks do not know it."""
         return []

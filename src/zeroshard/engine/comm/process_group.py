@@ -8,7 +8,7 @@ Control messages (`exchange`) go through a gloo group on the host, so they never
 
 c10d reports a broken connection or a timeout, but not which rank caused it; and ranks that end because another one failed
 break connections as well. So a rank whose wait has failed looks whether a peer has sent its failure, and whether all peers'
-desks answer (`judge`).
+desks answer (`Desk.explain`).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class _Collected(_DistWork):
 
 
 class _Explained:
-    """Context that replaces errors of c10d by errors that name the cause: a failed or dead peer, or a stall (`judge`)."""
+    """Context that replaces errors of c10d by errors that name the cause: a failed or dead peer, or a stall (`Desk.explain`)."""
 
     def __init__(self, comm: DistComm, label: str) -> None:
         self.comm, self.label = comm, label
@@ -199,11 +199,11 @@ class DistComm(DirectComm):
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
-        ordered: bool | None = None, streams: Streams | None = None, desks: Callable[[DirectComm], Desk] | None = None,
+        ordered: bool | None = None, streams: Streams | None = None, desk: Desk | None = None,
     ) -> None:  # fmt: skip
         """group: None for the default group. ordered, streams: by default chosen by backend and device; tests pass others.
 
-        desks: returns this rank's desk (collective); None: nobody answers, and an error of the backend is not explained.
+        desk: explains errors until it has opened one that peers can ask; None: nobody answers, and no error is explained.
         """
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -217,7 +217,7 @@ class DistComm(DirectComm):
         self.waiter = ThreadPoolExecutor(max_workers=_WAITERS, thread_name_prefix="zeroshard-gloo")
         self.beside: list[Callable[[], None]] = []  # called during waits: peers of `local` may wait for this rank's answers
         self.ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
-        self.desk, self.nodes = Desk(), [0] * self.world_size
+        self.desk, self.nodes = desk or Desk(), [0] * self.world_size
         self._parent: DistComm | None = None  # for a subgroup: the comm of all ranks
         self._subgroups: dict[tuple[object, ...], DistComm] = {}  # by (apart, *parts)
         self._timeout = datetime.timedelta(seconds=stall_timeout_s)
@@ -228,9 +228,9 @@ class DistComm(DirectComm):
         self._summing: dict[int, Any] = {}
         self._dropped: list[int] = []
         self._numbers = itertools.count()  # never used again: a number may be dropped after it was closed
-        if self.world_size > 1 and desks is not None:
-            self.desk = desks(self)
-            self.nodes = self.desk.nodes()
+        if self.world_size > 1:
+            self.desk = self.desk.open(self)
+            self.nodes = self.desk.nodes() or self.nodes
 
     def join(self, local: DirectComm) -> None:
         """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
@@ -484,7 +484,7 @@ class DistComm(DirectComm):
                 if self.desk.told is not None:
                     raise self.heard(self.desk.told, label)
                 if time.monotonic() - begin > self.stall_timeout_s:
-                    raise RuntimeError("timed out")  # `judge` takes this for a stall
+                    raise RuntimeError("timed out")  # `Desk.explain` takes this for a stall
                 pause(begin)
 
     def fence_write(self, synchronised: bool = False) -> None:
