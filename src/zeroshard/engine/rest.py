@@ -235,8 +235,8 @@ class Tiers(Links):
     The rank's own thread does not touch these meanwhile; a FileRest checks that (`ThreadsMet`). Only the thread that uses the
     Comm sends word of failures to peers.
 
-    failure: error of the first request that failed; from then on every
-    use of the states raises it, as some of them may be of one step and some of the next.
+    failure: error of the first request that failed; from then on every use of the states raises it, as some of them may be of
+    one step and some of the next.
     """
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:

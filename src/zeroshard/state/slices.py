@@ -210,9 +210,8 @@ def named_parts(model: nn.Module, specs: Iterable[ParamSpec]) -> list[NamedPart]
         for owner, attribute in spec.owners:
             for prefix in prefixes.get(id(owner), ()):
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                yield (
-                    owner.whole_name(name) if isinstance(owner, Piece) else name
-                )  # a shard along model axes has the whole's name
+                # a shard along model axes has the whole's name already
+                yield owner.whole_name(name) if isinstance(owner, Piece) else name
 
     return [NamedPart(s.name, tuple(dict.fromkeys(names(s))), s.whole_shape, s.part, s.distribution) for s in specs]
 
