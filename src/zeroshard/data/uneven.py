@@ -107,8 +107,9 @@ def _take_part(runtime: Runtime) -> None:
         follow_zero_grad()
         what, values = event
         if what == "gather":
-            runtime.units[values].ready()
-            runtime.units[values].release()
+            number: int = values
+            runtime.units[number].wait_for_unshard()
+            runtime.units[number].reshard()
         elif what == "reduce":
             runtime.reduce_all()
         elif what == "clip":
