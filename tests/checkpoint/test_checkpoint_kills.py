@@ -364,7 +364,9 @@ def seen(tmp_path_factory):
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.limit(1200 if SLOW else 240),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),  # of hundreds of ranks; test_checkpoint_damage tests files
+    # each kill ends a forked copy of one started process: hundreds of fresh ones would take hours. Elsewhere test_checkpoint_damage
+    # loads what such kills leave behind
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="a kill ends a forked process"),
 ]
 
 

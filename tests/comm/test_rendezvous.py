@@ -21,7 +21,9 @@ from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.comm.transport import ProcessTransport
 
 # elsewhere ranks never meet so: they take torch.distributed, which test_failures and test_collective_ends try as comm="dist"
-pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED") or not hasattr(os, "memfd_create"), reason="Linux")
+pytestmark = pytest.mark.skipif(
+    not hasattr(socket, "SO_PEERCRED") or not hasattr(os, "memfd_create"), reason="ranks meet so on Linux alone"
+)
 # only root can become another user; that another process of this user is shown out is tested for everybody
 as_root = pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root, to become another user")
 NOBODY = 65534
