@@ -43,6 +43,7 @@ from .engine.verbs import begin
 from .engine.watch import Watches
 from .errors import ConfigError, ZeroshardError
 from .formats.state_plans import state_plans
+from .guard.attendance import AttendanceRecord
 from .guard.model_changes import ModelWatch, ValueWatch
 from .guard.out_of_memory import tell, telling_shortage
 from .guard.rank_consistency import agree_on_initial_values, check_same_model
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 
     from .config import ShardOptions
 
-_WATCHES = Watches(ValueWatch, tell)
+_WATCHES = Watches(ValueWatch, AttendanceRecord, tell)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from .engine.tensor.chunks import Box, boxes_of, overlap
 from .engine.tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .engine.tensor.state_column import StateColumn
 from .engine.topology import Parts, Topology, needed
+from .guard.uneven import Batch, Together, joining
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
 from .tiers.pool import BufferPool
@@ -110,6 +112,11 @@ class Engine:
     def divided(self) -> bool:
         """True if a rank has only a part of the model: a stage, layers cut by tensor parallelism, some of the experts."""
         return len(self._runtime.topology.places) > 1
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """True if each forward needs all ranks, since they exchange tokens with experts along an axis that cuts the batch."""
+        return self._runtime.topology.divided is not None
 
     @property
     def loss_scaler(self) -> LossScaler | None:
@@ -178,6 +185,14 @@ class Engine:
     def line(self, axis: str, ranks: Parts) -> Line:
         """Open the line of an axis that this rank is in (collective). ranks: those of the mesh along each line of it."""
         return Line(self._runtime, axis, ranks)
+
+    def joining(self) -> AbstractContextManager[None]:
+        """Run a training loop inside, then take part in the other ranks' loops until all have ended (collective; see `zs.join`)."""
+        return joining(self._runtime)
+
+    def stopping_together(self, loader: Iterable[Batch]) -> Iterable[Batch]:
+        """Return an iterable over a loader that ends on every rank with the shortest loader (see `zs.stop_together`)."""
+        return Together(self._runtime, loader)
 
     def also_remove(self, handles: Iterable[Any]) -> None:
         """Let `zs.close` remove hooks as well; a handle is any object with a method `remove`."""

@@ -26,7 +26,6 @@ from ..utils import torch_compat
 from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
 from ..utils.garbage import collect_garbage
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
-from .attendance import Attendance
 from .auto_wrap import input_dtype
 from .freezing import Freezing
 from .gradient_account import GradientAccount
@@ -102,7 +101,7 @@ class Runtime:
             """Take these units, and make the objects that gather and reduce them."""
             self.units, self.groups = units, [group for unit in units for group in unit.groups]
             self.schedule = Schedule([unit.name for unit in units], self.topology.notes)
-            self.attendance, self.frozen = Attendance(self.comm, units, self.account), Freezing(self.groups)
+            self.attendance, self.frozen = watches.attendance(self.comm, units, self.account), Freezing(self.groups)
             self.reductions = Reductions(units, self.config, self.comm, self.gate.read_ahead, self.attendance, self.frozen)
             self.prefetcher = Prefetcher(units, self.schedule, self.config, self.comm, self.attendance.gather)
             self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
@@ -168,7 +167,7 @@ class Runtime:
         """Begin a forward of the model: clear the state of a failed backward, check the model, return its inputs, cast."""
         begin(self, "model.forward")
         if not self.in_backward:  # else a backward recomputes this forward
-            self.attendance.unasked = True  # some rank's data may have ended since the last forward
+            self.attendance.begin_forward()
             self.training = torch.is_grad_enabled()
             if self.attendance.gathers and not self.training and not all(unit.pinned for unit in self.units if unit.sharded):
                 self.attendance.note(f"the forward of {type(self.model).__name__}, without gradients,")
@@ -617,7 +616,7 @@ class Runtime:
     def forget_backwards(self, to_zeros: bool = False) -> None:
         """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients themselves."""
         self.account.zeroed(holding=not self.sync)
-        self.attendance.zeroed[to_zeros] += 1
+        self.attendance.zero_grad(to_zeros)
         self.reductions.touched = set()
 
 

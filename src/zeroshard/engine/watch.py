@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .attendance import Attendance
 from .comm.base import DirectComm
-from .unit import ParamGroup
+from .gradient_account import GradientAccount
+from .unit import ParamGroup, Unit
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -47,7 +49,8 @@ def _silent(error: BaseException, runtime: Runtime, where: str) -> None:
 
 @dataclass(frozen=True)
 class Watches:
-    """The watches of a runtime. values: makes one. tell: replaces an error that left a pass by one that says more, or returns."""
+    """The watches of a runtime. values, attendance: make one. tell: replaces an error that left a pass by one that says more, or returns."""
 
     values: Callable[[DirectComm, list[ParamGroup]], ValueWatch] = ValueWatch
+    attendance: Callable[[DirectComm, list[Unit], GradientAccount], Attendance] = Attendance
     tell: Callable[[BaseException, Runtime, str], None] = _silent
