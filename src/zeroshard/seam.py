@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .axes.along_axis import Line
+from .config import Config, Tier
 from .engine import verbs
 from .engine.auto_wrap import LARGE_FRACTION, ROOT, collect, find_blocks, partition
 from .engine.comm.base import Collective, Comm, DirectComm
@@ -42,7 +43,7 @@ from .engine.ledger import (
     listener,
     making,
 )  # fmt: skip
-from .engine.mixed_precision import LossScaler
+from .engine.mixed_precision import LossScaler, Progress
 from .engine.parameter import ParamHome
 from .engine.part import Part
 from .engine.prefetch import most_gathered
@@ -53,9 +54,11 @@ from .engine.tensor.chunks import Box, boxes_of, overlap
 from .engine.tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .engine.tensor.state_column import StateColumn
 from .engine.topology import Parts, Topology, needed
+from .errors import ConfigError
 from .guard.uneven import Batch, Together, joining
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
+from .state.state_loading import Restoring, SavedState
 from .tiers.pool import BufferPool
 
 __all__ = [  # noqa: RUF022  # by subject
@@ -94,6 +97,11 @@ class Engine:
         return self._runtime.model
 
     @property
+    def config(self) -> Config:
+        """The model's configuration."""
+        return self._runtime.config
+
+    @property
     def ranks(self) -> DirectComm:
         """The Comm of the data-parallel ranks, which train the same part of the model on other data. All of them call its methods."""
         return self._runtime.comm
@@ -109,6 +117,26 @@ class Engine:
         return len(self._runtime.topology.stages)
 
     @property
+    def stage(self) -> int:
+        """Number of this rank's pipeline stage."""
+        return self._runtime.topology.stage
+
+    @property
+    def stage_ranks(self) -> Parts:
+        """The ranks of each pipeline stage, as ranks of `world`."""
+        return self._runtime.topology.stages
+
+    @property
+    def leads(self) -> bool:
+        """True on the first rank of this rank's stage, which writes or says what is said once for the stage's model."""
+        return self.world.rank == self.stage_ranks[self.stage][0]
+
+    @property
+    def mesh(self) -> dict[str, Parts] | None:
+        """The ranks of each place ("places") and of each stage ("stages") in plain values; None where no model axis cuts the model."""
+        return self._runtime.topology.mesh
+
+    @property
     def divided(self) -> bool:
         """True if a rank has only a part of the model: a stage, layers cut by tensor parallelism, some of the experts."""
         return len(self._runtime.topology.places) > 1
@@ -117,6 +145,34 @@ class Engine:
     def exchanges_tokens(self) -> bool:
         """True if each forward needs all ranks, since they exchange tokens with experts along an axis that cuts the batch."""
         return self._runtime.topology.divided is not None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The model's sharded optimizer, if it has one; an optimizer made since zs.shard is taken over now."""
+        return self._runtime.optimizer
+
+    @property
+    def progress(self) -> Progress:
+        """The number of steps and the loss scale, which checkpoints store."""
+        return self._runtime.progress
+
+    @property
+    def unusable(self) -> str:
+        """The reason why the model can not be used, such as a load that failed half-way; "" if it can. It may be assigned."""
+        return self._runtime.unusable
+
+    @unusable.setter
+    def unusable(self, why: str) -> None:
+        self._runtime.unusable = why
+
+    @property
+    def saver(self) -> Any:
+        """The object that saves in the background, or None: writes to states call its `await_copy()`, zs.close its `close()`."""
+        return self._runtime.gate.saver
+
+    @saver.setter
+    def saver(self, saver: Any) -> None:
+        self._runtime.gate.saver = saver
 
     @property
     def loss_scaler(self) -> LossScaler | None:
@@ -139,6 +195,10 @@ class Engine:
         Raise ConfigError if the model's optimizer was made since zs.shard and is refused.
         """
         return snapshot_of(self._runtime)
+
+    def modules_of_units(self) -> list[tuple[str, list[nn.Module]]]:
+        """Return the name of each unit, and the modules whose forwards gather it."""
+        return [(unit.name, list(unit.modules)) for unit in self._runtime.units]
 
     def slices(self, *kinds: str) -> list[StateSlice]:
         """Return this rank's slices of the model's states, by name; not collective, and it waits for nothing.
@@ -165,6 +225,54 @@ class Engine:
         also, note: see `engine.verbs.begin`.
         """
         verbs.begin(self._runtime, verb, *also, note=note)
+
+    def check_model(self) -> None:
+        """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
+        self._runtime.check_model()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer | None, verb: str) -> None:
+        """Raise ConfigError if an optimizer that a caller gave to `verb` is not the model's."""
+        if optimizer is not None and optimizer is not self.optimizer:
+            why = "" if self._runtime.sharded_optimizer is not None else f" {self._runtime.expected_optimizer()}"
+            raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.{why}")
+
+    def agree_on_values(self) -> None:
+        """Raise ModelMismatch on every rank if data-parallel ranks have written different values to a parameter (collective)."""
+        self._runtime.values.agree()
+
+    def refuse_ended(self, verb: str) -> None:
+        """Raise ZeroshardError if the data of some rank has ended (`zs.join`), so that it can not take part in `verb`."""
+        self._runtime.attendance.refuse(verb)
+
+    def wait_at_rest(self) -> None:
+        """Wait until masters and optimizer states are at rest, and nobody reads or writes them; clear a failed backward."""
+        self._runtime.gate.wait()
+
+    def finish_updates(self) -> None:
+        """Take a delayed update's step now; copy what the program has written to parameters into their masters."""
+        if self._runtime.gate.delayed is not None:
+            self._runtime.optimizer.core.drain()
+        self._runtime.gate.refresh(self._runtime.groups)
+
+    def replace_all(self, stepped: bool) -> None:
+        """Prepare for a write to all states: drop gradients, and copies and residuals of the old values. stepped: the optimizer's, too."""
+        if stepped:
+            self._runtime.optimizer.core.drain()  # a pending delayed update would overwrite the new masters
+        self._runtime.gate.before(*self._runtime.units)  # masters that the host's step has read ahead would undo the write
+        self._runtime.zero_grad()
+        self._runtime.topology.forget()
+
+    def restoring(self, states: dict[int, SavedState]) -> Restoring:
+        """Return the object that loads the optimizer's states. states: id of a parameter -> its state."""
+        return Restoring(self._runtime.optimizer.core, states)
+
+    def staging_pool(self, nbytes: int) -> BufferPool:
+        """Return a pool, still empty, of host buffers of so many bytes each, counted in this model's ledger."""
+        return BufferPool(self._runtime.tiers.ledger, 0, nbytes, self._runtime.tiers.host_buffer, Tier.HOST)
+
+    def beside_comm(self) -> AbstractContextManager[None]:
+        """Context in which a second thread, or code that may not communicate, reads tiers: failures are raised in it alone."""
+        return self._runtime.tiers.beside_comm()
 
     def observe(self, observer: Observer) -> RemovableHandle:
         """Tell an observer of each allocation, collective and copy of this rank from now on, until `remove()` of the handle.

@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from ..config import Tier
-from ..engine.runtime import Runtime, runtime_of
 from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError
-from ..seam import StateSlice, engine_of, exchange_values, loaded
+from ..seam import Engine, StateSlice, engine_of, exchange_values, loaded
 from ..state import state_loading
 from ..state.state_loading import SavedState
 from ..state.tensor_reader import Stored
@@ -35,7 +34,7 @@ from .bulk_reader import Bulk, Reading
 from .fingerprint import Identity, identities, totals
 from .heartbeat import telling
 from .resolver import agreed, check_digests, check_tensors, hinted, use_any
-from .saving import core_of, saver_of
+from .saving import saver_of
 from .source import Opened, name_left_out, read_value
 from .stages import Stages, agree, names_by_stage
 from .user_state import check_named, check_target, keeps_slices, slices_of
@@ -107,24 +106,24 @@ def load(
     if torch.is_inference_mode_enabled():  # no optimizer step could change tensors that are made in inference mode
         with torch.inference_mode(False), torch.no_grad():
             return load(path, model, optimizer, extra=extra, name=name, verify=verify, rng=rng, trusted=trusted, strict=strict)
-    runtime, wanted = runtime_of(model), extra or {}
-    runtime.attendance.refuse("zs.load")
-    stages = _agree(runtime, path, optimizer, name, verify, strict, wanted)
-    await_save(runtime)
-    loading, extras = _put(runtime, stages, path, name, verify, trusted, strict, wanted)
+    engine, wanted = engine_of(model), extra or {}
+    engine.refuse_ended("zs.load")
+    stages = _agree(engine, path, optimizer, name, verify, strict, wanted)
+    await_save(engine)
+    loading, extras = _put(stages, path, name, verify, trusted, strict, wanted)
     how = agreed(stages.world, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
     return Loaded(loading.opened.path, loading.opened.step, loading.opened.facts, extras, how)
 
 
 def _put(
-    runtime: Runtime, stages: Stages, path: str | os.PathLike, name: str | None, verify: bool | str, trusted: bool, strict: bool,
+    stages: Stages, path: str | os.PathLike, name: str | None, verify: bool | str, trusted: bool, strict: bool,
     wanted: dict[str, object],
 ) -> tuple[_Loading, dict[str, object]]:  # fmt: skip
     """Find the checkpoint, compare it with the model, load it (collective). Return the `_Loading` and the saved extras."""
     world = stages.world
 
     def put(opened: Opened) -> tuple[_Loading, dict[str, object]]:
-        loading = _Loading(runtime, stages, opened, strict, verify)
+        loading = _Loading(stages, opened, strict, verify)
         extras = agreed(world, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
         loading.check_base()
         with closing(loading.reading):
@@ -136,28 +135,28 @@ def _put(
 
 
 def _agree(
-    runtime: Runtime, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None, name: str | None, verify: object,
+    engine: Engine, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None, name: str | None, verify: object,
     strict: bool, extra: object,
 ) -> Stages:  # fmt: skip
     """Check the arguments, and that all ranks pass the same (collective). Return the pipeline's stages."""
-    core, mine, problem = None, dict[str, object](), None
+    mine, problem = dict[str, object](), None
     try:
-        core = core_of(runtime, optimizer, "zs.load")
-        engine_of(runtime.model).begin("zs.load")
-        runtime.check_model()
+        engine.check_optimizer(optimizer, "zs.load")
+        engine.begin("zs.load")
+        engine.check_model()
         check_named(extra, "zs.load")
         if verify not in (True, False, "before"):
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
         given, named = None if optimizer is None else "given", None if name is None else os.fspath(name)
         mine = {"path": directory.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
     except Exception as error:
-        problem = telling(error, "zs.load", runtime.topology.world.rank)
-    return agree(runtime, core, "zs.load", mine, problem)[0]
+        problem = telling(error, "zs.load", engine.world.rank)
+    return agree(engine, optimizer, "zs.load", mine, problem)[0]
 
 
-def await_save(runtime: Runtime) -> None:
+def await_save(engine: Engine) -> None:
     """Wait until the model's background save is complete or has failed; a failure is not raised here (collective)."""
-    last = saver.last if (saver := runtime.gate.saver) is not None else None
+    last = engine.saver.last if engine.saver is not None else None
     if last is not None and not last.told:
         try:
             last.wait()
@@ -168,8 +167,14 @@ def await_save(runtime: Runtime) -> None:
 class _Loading:
     """One load on one rank: compare the checkpoint with the model, and load it."""
 
-    def __init__(self, runtime: Runtime, stages: Stages, opened: Opened, strict: bool, verify: bool | str) -> None:
-        self.runtime, self.stages, self.core, self.opened, self.strict = runtime, stages, stages.core, opened, strict
+    def __init__(self, stages: Stages, opened: Opened, strict: bool, verify: bool | str) -> None:
+        self.engine, self.stages, self.optimizer, self.opened, self.strict = (
+            stages.engine,
+            stages,
+            stages.optimizer,
+            opened,
+            strict,
+        )
         # of a checkpoint of which only small blocks are verified so far
         self.unverified = opened.manifest if verify is True else None
         self.comm, self.model = stages.world, stages.model
@@ -216,12 +221,14 @@ class _Loading:
 
     def _compare_model(self) -> tuple[list[str], list[str]]:
         """Note where parameters are stored. Return the problems of parameters and buffers, and what to do about missing ones."""
-        opened, runtime = self.opened, self.runtime
+        opened = self.opened
         if (manifest := self.unverified) is not None:  # comparing reads expanded buffers, so their checksums come first
             expanded = [name for buffer in safetensors.others_of(self.model)[0] if buffer.expanded for name in buffer.names]
             stored = [f"{holding.MODEL}{opened.saved_names.get(name, name)}" for name in expanded]
             check_tensors(opened.path, manifest, [name for name in stored if name in manifest.tensors])
-        fit = module_state.compare(self.model, self.stages.values, opened.model, runtime.comm, self._by_stages or not opened.ours)
+        fit = module_state.compare(
+            self.model, self.stages.values, opened.model, self.engine.ranks, self._by_stages or not opened.ours
+        )
         self.found = fit.found
         frozen = [each for each in self.stages.values if not each.trainable] if opened.trained_only else []
         self.left_out = [each for each in frozen if fit.missing.pop(each.own_name, "")]
@@ -243,11 +250,11 @@ class _Loading:
 
         Numbers and tied names of a foreign checkpoint's group members are replaced by the model's names.
         """
-        if self.core is None:
+        if self.optimizer is None:
             return []
         if self.opened.groups is None:
             return ["  the checkpoint has no optimizer states: load it with optimizer=None"]
-        own, saved = type(self.core.outer).__name__.removeprefix("Sharded"), self.opened.optimizer
+        own, saved = type(self.optimizer).__name__.removeprefix("Sharded"), self.opened.optimizer
         if saved is not None and own != saved:
             return [f"  optimizer: saved {saved}, wanted {own}: load it with optimizer=None to take the model alone"]
         self.groups = self.opened.groups
@@ -397,16 +404,16 @@ class _Loading:
             ours, alone = isinstance(error, ZeroshardError), self.comm.world_size == 1
             what = str(error) if ours else f"{type(error).__name__}: {error}".removesuffix(": ")
             remedy = "load a checkpoint again before you go on" if ours or alone else "the ranks ended with it; start them again"
-            self.runtime.unusable = f"{self.opened.path} could not be loaded to its end ({what}): {remedy}."
+            self.engine.unusable = f"{self.opened.path} could not be loaded to its end ({what}): {remedy}."
             if ours:  # such an error was agreed on: every rank raises it
                 raise
-            told = CheckpointError(self.runtime.unusable)
+            told = CheckpointError(self.engine.unusable)
             if not alone:
                 self.comm.abort(f"rank {self.comm.rank}: {what}", told)
             if isinstance(error, Exception):
                 raise told from error
             raise
-        self.runtime.unusable = ""
+        self.engine.unusable = ""
 
     def verify(self) -> None:
         """Verify checksums, while reading into memory or in a pass over all files (collective). Raises CheckpointError."""
@@ -414,8 +421,8 @@ class _Loading:
         if manifest is None:
             return
         # reading verifies all checksums if the load needs the whole checkpoint, and states rest on the device
-        noted = holding.GROUPS not in manifest.objects if self.core is None else self._restore().all_noted
-        config = self.runtime.config
+        noted = holding.GROUPS not in manifest.objects if self.optimizer is None else self._restore().all_noted
+        config = self.engine.config
         tiers = {config.offload_param.tier, config.offload_optimizer.tier}
         sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # read one by one, and only if `extra` asks
         if not noted or sliced or tiers != {Tier.DEVICE}:
@@ -432,9 +439,9 @@ class _Loading:
             return taken == nbytes
 
         def read() -> None:
-            bulk = self.reading.bulk = Bulk(path, manifest, saver_of(self.runtime).pool)
+            bulk = self.reading.bulk = Bulk(path, manifest, saver_of(self.engine).pool)
             safetensors.note(self.model, self.stages.values, self.found, self.opened.model, bulk)
-            if self.core is not None:
+            if self.optimizer is not None:
                 self._restore().note(bulk, has)
             available = available_nbytes()
             most = sys.maxsize if available is None else int(available / here / _SPARE) - taken
@@ -448,34 +455,29 @@ class _Loading:
         if self.restoring is None:
             guard = self.reading.guard
             states = {key: SavedState(guard(state.tensors), state.scalars) for key, state in self.states.items()}
-            self.restoring = state_loading.Restoring(self.core, states)  # type: ignore[arg-type]
+            self.restoring = self.engine.restoring(states)
         return self.restoring
 
     @torch.no_grad()
     def take(self) -> None:
         """Load everything, from the buffers of `verify` or from the files (collective)."""
-        runtime, reading = self.runtime, self.reading
-        if self.core is not None:
-            self.core.drain()  # a pending delayed update would overwrite the loaded masters
-        runtime.gate.before(*runtime.units)  # masters that the host's step has read ahead would undo the load
-        runtime.zero_grad()
-        runtime.topology.forget()
+        engine, reading = self.engine, self.reading
+        engine.replace_all(self.optimizer is not None)
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
-        engine = engine_of(self.model)
         safetensors.stream(engine, self.stages.values, found, stored, False)
         computed = safetensors.read_computed(self.model, stored)
         refused = module_state.give_back(self.model, self.opened, computed, reading, self.comm.rank)
         loaded([each for each in self.stages.values if each.own_name in self.found])  # the next step follows writes to others
-        if self.core is not None:
+        if self.optimizer is not None:
             self._restore().put(write_over=True)
-            for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):
+            for mine, given in zip(self.optimizer.param_groups, self.groups, strict=True):
                 taken = given.keys() if self.opened.ours else (given.keys() & mine.keys()) - _IMPLEMENTATION
                 mine.update({key: given[key] for key in taken - _MEMBERS})
         stored = reading.guard(self.stored_slices)
         for key, each in self.slices:
             each.fill(stored[key])
         loaded(each for _, each in self.slices)
-        loaded(engine.slices("optimizer") if self.core is not None else ())
+        loaded(engine.slices("optimizer") if self.optimizer is not None else ())
         self._take_own()
         outcome = (reading.error, None if refused is None else str(refused))
         everyone = exchange_values(self.comm, outcome, "zs.load: read")
@@ -487,16 +489,16 @@ class _Loading:
                 raise refused if refused is not None and rank == self.comm.rank else CheckpointError(words)
 
     def _take_own(self) -> None:
-        runtime, own = self.runtime, self.opened.progress
-        if self.core is None:
+        progress, own = self.engine.progress, self.opened.progress
+        if self.optimizer is None:
             return
         if own is None:  # foreign: the checkpoint's step, or the largest step of any of its parameters
             counts = [int(state.scalars["step"]) for state in self.states.values() if "step" in state.scalars]
-            runtime.progress.steps = self.opened.step or max(counts, default=0)
-            if runtime.progress.scaler is not None and self.opened.scaler is not None:
-                runtime.progress.scaler.load(self.opened.scaler)
+            progress.steps = self.opened.step or max(counts, default=0)
+            if progress.scaler is not None and self.opened.scaler is not None:
+                progress.scaler.load(self.opened.scaler)
             return
-        runtime.progress.load(own)
+        progress.load(own)
 
     def finish(self, extra: dict[str, Any], saved: dict[str, object], rng: bool) -> str:
         """Load states of objects in `extra`, then random generators; return `Loaded.rng`. Raise the first object's error last."""
@@ -516,7 +518,7 @@ class _Loading:
                 holding.set_generators(states, self.comm.device)
                 how = "restored"
             elif states is not None:
-                data = self.runtime.comm  # tensor-parallel ranks get one seed: they share activations, and so dropout masks
+                data = self.engine.ranks  # tensor-parallel ranks get one seed: they share activations, and so dropout masks
                 holding.seed_generators(states, data.rank + data.world_size * self.stages.stage)
                 how = "reseeded"
                 if rank == 0:

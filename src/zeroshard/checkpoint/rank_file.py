@@ -11,12 +11,10 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..config import Tier
-from ..engine.rest import Tiers
 from ..errors import ConfigError
-from ..seam import Box, BufferPool, Ledger
+from ..seam import Box
 from .dcp import ALIGN, archived, frame
-from .file_writer import BUFFER_NBYTES, Elements, Range
+from .file_writer import Elements, Range
 from .state_map import Contents, Entry
 
 
@@ -97,8 +95,3 @@ class FileLayout:
             yield end, between.ljust(offset - end, b"\0") + value
             end, between = offset + len(value), b""
         yield end, between.ljust(self.nbytes - end, b"\0")
-
-
-def staging(tiers: Tiers, ledger: Ledger) -> BufferPool:
-    """Return the pool of staging buffers of a model's saves and loads, still empty."""
-    return BufferPool(ledger, 0, BUFFER_NBYTES, tiers.host_buffer, Tier.HOST)

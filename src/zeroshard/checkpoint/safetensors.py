@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from ..axes.tiled_parameter import whole_name
-from ..engine.runtime import Runtime, runtime_of
 from ..errors import ConfigError, OffloadIOError, ZeroshardError
 from ..guard.rank_consistency import distinct
 from ..seam import DirectComm, Engine, StateSlice, engine_of, exchange_values
@@ -186,14 +185,14 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
             is missing or not writable. Nothing is kept.
         CheckpointError: on every rank, if anything else ended the writing on one (no memory, no thread). Nothing is kept.
     """
-    runtime = runtime_of(model)
-    engine_of(model).begin("zs.save_safetensors")
+    engine = engine_of(model)
+    engine.begin("zs.save_safetensors")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"zs.save_safetensors: dtype: expected one of floating-point numbers, or None, got {dtype}.")
-    comm, target = runtime.topology.world, Path(path)
+    comm, target = engine.world, Path(path)
     tokens = comm.exchange(secrets.token_hex(4).encode(), "zs.save_safetensors: begin")
     scratch = target.with_name(f".{target.name}.{tokens[0].decode()}.tmp")
-    mine, whole = _agree_on_listing(runtime, dtype)
+    mine, whole = _agree_on_listing(engine, dtype)
     file = SafetensorsFile.of(scratch, whole.tensors, whole.metadata)
 
     def create() -> None:
@@ -208,7 +207,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
 
     try:
         _agreed(comm, file, create if comm.rank == 0 else lambda: None)
-        _write(runtime, file, mine)
+        _write(engine, file, mine)
         _agreed(comm, file, publish if comm.rank == 0 else lambda: None)
     except BaseException:
         if comm.rank == 0:
@@ -255,19 +254,18 @@ class _Listing:
         return listing
 
 
-def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Listing, _Listing]:
+def _agree_on_listing(engine: Engine, dtype: torch.dtype | None) -> tuple[_Listing, _Listing]:
     """Return what this rank's stage writes and what all pipeline stages write, of which each tells the others (collective)."""
-    mine, problem, topology = _Listing(), None, runtime.topology
-    world, stages, stage = topology.world, topology.stages, topology.stage
+    mine, problem, world, stages = _Listing(), None, engine.world, engine.stage_ranks
     try:
-        mine = _Listing.of(runtime.model, dtype)
+        mine = _Listing.of(engine.model, dtype)
     except ConfigError as error:
-        if world is runtime.comm:
+        if world is engine.ranks:
             raise
         problem = error
-    if world is runtime.comm:
+    if world is engine.ranks:
         return mine, mine
-    tells = world.rank == stages[stage][0] and len(stages) > 1
+    tells = engine.leads and len(stages) > 1
     told = exchange_values(world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names")
     raise_first([failed for failed, _ in told], world.rank, problem)
     if len(stages) == 1:
@@ -276,7 +274,7 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
     metadata: dict[str, str] = {}
     for number, ranks in enumerate(stages):
         _, (names, ties) = told[ranks[0]]
-        if number == stage:
+        if number == engine.stage:
             mine = replace(mine, sources=[each for each in mine.sources if each[0] not in tensors])  # earlier stages write those
         for name, (kind, shape) in names.items():
             kept = tensors.setdefault(name, (kind, tuple(shape)))
@@ -342,11 +340,11 @@ def _agreed(comm: DirectComm, file: SafetensorsFile, action: Callable[[], None])
     raise_first(exchange_values(comm, problem, "zs.save_safetensors"), comm.rank, problem)
 
 
-def _write(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> None:
+def _write(engine: Engine, file: SafetensorsFile, listing: _Listing) -> None:
     """Write all tensors; ranks that do not see the file send their ranges, and rank 0 writes them (collective)."""
-    comm, sees = runtime.topology.world, file.path.exists()
+    comm, sees = engine.world, file.path.exists()
     all_see = all(comm.exchange(b"1" if sees else b"", "zs.save_safetensors: who sees the file"))
-    ranges = _ranges(runtime, file, listing)
+    ranges = _ranges(engine, file, listing)
 
     def exchanged() -> Iterator[Range]:
         """Yield the ranges of ranks that do not see the file, until no rank has more (collective)."""
@@ -368,15 +366,14 @@ def _write(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> None:
 
 
 @torch.no_grad()
-def _ranges(runtime: Runtime, file: SafetensorsFile, listing: _Listing) -> Iterator[Range]:
+def _ranges(engine: Engine, file: SafetensorsFile, listing: _Listing) -> Iterator[Range]:
     """Yield the ranges of the file that this rank writes; rank 0 writes the header."""
-    topology = runtime.topology
-    runtime.gate.wait()
-    if topology.world.rank == 0:
+    engine.wait_at_rest()
+    if engine.world.rank == 0:
         yield 0, file.header
     for name, source in listing.sources:
         if isinstance(source, Tensor):
-            if topology.world.rank == topology.stages[topology.stage][0]:
+            if engine.leads:
                 yield from _placed(file.places[name], HostCopy(source), 0, source.numel())
             continue
         each, master = source

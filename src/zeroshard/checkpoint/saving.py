@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.optimizer import OptimizerCore
-from ..engine.runtime import Runtime, runtime_of
 from ..errors import CheckpointError, ConfigError, ModelMismatch
-from ..seam import DirectComm, StateSlice, engine_of, exchange_values
+from ..seam import DirectComm, Engine, StateSlice, engine_of, exchange_values
 from . import directory
 from .heartbeat import raise_first, telling, together
 from .stages import Stages, agree
@@ -32,12 +30,11 @@ from .user_state import Extra, alike, serialised, slices_of
 from .writing import Plan, Save, Saver, Writing, write_error
 
 
-def saver_of(runtime: Runtime) -> Saver:
+def saver_of(engine: Engine) -> Saver:
     """Return the model's Saver; the first call makes it."""
-    gate = runtime.gate
-    if gate.saver is None:
-        gate.saver = Saver(runtime)
-    return gate.saver
+    if engine.saver is None:
+        engine.saver = Saver(engine)
+    return engine.saver
 
 
 def save(
@@ -91,19 +88,19 @@ def save(
         ModelMismatch: ranks wrote different values into one parameter.
         ConfigError: ranks passed different arguments, a value can not be saved, or `path` is not one folder for all ranks.
     """
-    started, runtime, engine = time.monotonic(), runtime_of(model), engine_of(model)
+    started, engine = time.monotonic(), engine_of(model)
     engine.begin("zs.save")
-    saver, plan, core, extras, slices, problem = saver_of(runtime), None, None, {}, {}, None
+    saver, plan, extras, slices, problem = saver_of(engine), None, {}, {}, None
     try:
-        runtime.check_model()
-        core = core_of(runtime, optimizer, "zs.save")
+        engine.check_model()
+        engine.check_optimizer(optimizer, "zs.save")
         options = asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest
-        plan = _plan(runtime, path, step, name, *options, files or {})
+        plan = _plan(engine, path, step, name, *options, files or {})
         extras, slices = serialised(extra), slices_of(extra, engine.model)
     except Exception as error:
-        problem = telling(error, "zs.save", runtime.topology.world.rank)
+        problem = telling(error, "zs.save", engine.world.rank)
     digests = {name: hashlib.sha256(each.content).hexdigest() for name, each in extras.items()}
-    stages, told = agree(runtime, core, "zs.save", {} if plan is None else vars(plan), problem, digests)
+    stages, told = agree(engine, optimizer, "zs.save", {} if plan is None else vars(plan), problem, digests)
     assert plan is not None
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
     return _write(saver, plan, stages, extras, alike(stages.world, extras, told), slices, files or {}, started)
@@ -118,15 +115,15 @@ def _write(
     Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere; CheckpointError while
     the last save runs (`if_busy`), and its error if that was not raised yet.
     """
-    runtime, world, last = saver.runtime, stages.world, saver.last
+    engine, world, last = saver.engine, stages.world, saver.last
     problem: ModelMismatch | None = None
     try:
-        runtime.values.agree()
+        engine.agree_on_values()
     except ModelMismatch as error:
-        if world is runtime.comm:
+        if world is engine.ranks:
             raise
         problem = error
-    if world is not runtime.comm:
+    if world is not engine.ranks:
         raise_first(exchange_values(world, problem, "zs.save: values at all places"), world.rank, problem)
     if last is not None:
         if plan.if_busy == "refuse" and any(world.exchange(b"" if last.done() else b"1", "zs.save: is one under way")):
@@ -146,23 +143,13 @@ def _write(
         raise
 
 
-def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str) -> OptimizerCore | None:
-    """Return the optimizer's core. Raise ConfigError if the optimizer is not the model's."""
-    if optimizer is None:
-        return None
-    if optimizer is not runtime.optimizer:
-        why = "" if runtime.sharded_optimizer is not None else f" {runtime.expected_optimizer()}"
-        raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.{why}")
-    return optimizer.core
-
-
 def _plan(
-    runtime: Runtime, path: str | os.PathLike, step: int | None, name: str | None, asynchronous: bool, if_busy: str,
+    engine: Engine, path: str | os.PathLike, step: int | None, name: str | None, asynchronous: bool, if_busy: str,
     keep_last: int | None, keep_every: int | None, trained_only: bool | None, overwrite: bool, latest: bool, files: dict[str, bytes],
 ) -> Plan:  # fmt: skip
     if if_busy not in ("wait", "refuse"):
         raise ConfigError(f"zs.save: if_busy: expected 'wait' or 'refuse', got {if_busy!r}.")
-    step = runtime.progress.steps if step is None else step
+    step = engine.progress.steps if step is None else step
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ConfigError(f"zs.save: step: expected an integer of at least 0, got {step!r}.")
     for what, value in (("keep_last", keep_last), ("keep_every", keep_every)):

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from ..engine.optimizer import OptimizerCore
-from ..engine.runtime import Runtime
+import torch
+
 from ..errors import ConfigError
-from ..seam import StateSlice, engine_of, exchange_values
+from ..seam import Engine, StateSlice, exchange_values
 from .heartbeat import raise_first, telling
 from .module_state import names_in
 from .state_map import param_groups
@@ -27,13 +27,12 @@ from .state_map import param_groups
 class Stages:
     """The stages of a pipeline, as one rank knows them."""
 
-    def __init__(self, runtime: Runtime, core: OptimizerCore | None, told: list[Any]) -> None:
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer | None, told: list[Any]) -> None:
         """told: what each stage's first rank told (see `agree`), by rank. Raises ConfigError on every rank if optimizers do not match."""
-        topology, stages = runtime.topology, runtime.topology.stages
-        self.runtime, self.core, self.model, self.mesh = runtime, core, runtime.model, topology.mesh
-        self.world, self.several, self.stage = topology.world, len(stages) > 1, topology.stage
-        self.leads = self.world.rank == stages[self.stage][0]  # one rank of a stage writes what is said once for its model
-        self.told = [told[ranks[0]] for ranks in stages]
+        self.engine, self.optimizer, self.model, self.mesh = engine, optimizer, engine.model, engine.mesh
+        self.world, self.several, self.stage = engine.world, engine.stages > 1, engine.stage
+        self.leads = engine.leads  # one rank of a stage writes what is said once for its model
+        self.told = [told[ranks[0]] for ranks in engine.stage_ranks]
         self._earlier = {name for each in self.told[: self.stage] for name in each["names"]}
         counts = [None if each is None or each["members"] is None else len(each["members"]) for each in self.told]
         if len(set(counts)) > 1:
@@ -45,7 +44,7 @@ class Stages:
     @cached_property
     def values(self) -> list[StateSlice]:
         """The parameters of this stage's model; only what does not change is read of them."""
-        return engine_of(self.model).slices("value")
+        return self.engine.slices("value")
 
     def has_first(self, name: str) -> bool:
         """Return whether this is the first stage that has the name in its model."""
@@ -68,8 +67,8 @@ class Stages:
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the names of their members at all stages, and with this rank's options."""
-        assert self.core is not None
-        found = param_groups(self.values, self.core.outer)
+        assert self.optimizer is not None
+        found = param_groups(self.values, self.optimizer)
         for number, group in enumerate(found) if self.several else ():
             group["params"] = list(dict.fromkeys(name for each in self.told for name in each["members"][number]))
         return found
@@ -111,21 +110,20 @@ def _trains(values: list[StateSlice]) -> list[bool]:
 
 
 def agree(
-    runtime: Runtime, core: OptimizerCore | None, verb: str, arguments: dict[str, Any], problem: Exception | None,
+    engine: Engine, optimizer: torch.optim.Optimizer | None, verb: str, arguments: dict[str, Any], problem: Exception | None,
     more: object = None,
 ) -> tuple[Stages, list[Any]]:  # fmt: skip
     """Raise a rank's problem, or ConfigError if ranks call `verb` with different arguments (collective).
 
     Return the pipeline's stages, and all ranks' values of `more`.
     """
-    topology, model, told = runtime.topology, runtime.model, None
-    world, stages = topology.world, topology.stages
-    if problem is None and len(stages) > 1 and world.rank == stages[topology.stage][0]:
+    world, told = engine.world, None
+    if problem is None and engine.stages > 1 and engine.leads:
         try:
-            values = engine_of(model).slices("value")
+            values = engine.slices("value")
             told = {  # what a stage's first rank tells all ranks about it
-                "names": sorted(names_in(model, values)),
-                "members": None if core is None else [group["params"] for group in param_groups(values, core.outer)],
+                "names": sorted(names_in(engine.model, values)),
+                "members": None if optimizer is None else [group["params"] for group in param_groups(values, optimizer)],
                 "trains": _trains(values),
             }
         except Exception as error:
@@ -137,4 +135,4 @@ def agree(
         if other != first:
             what = [f"{key}: {first[key]!r} and {value!r}" for key, value in other.items() if value != first[key]]
             raise ConfigError(f"{verb}: ranks 0 and {rank} passed different arguments: {'; '.join(what)}.")
-    return Stages(runtime, core, [stage for _, _, stage, _ in everyone]), [theirs for *_, theirs in everyone]
+    return Stages(engine, optimizer, [stage for _, _, stage, _ in everyone]), [theirs for *_, theirs in everyone]

@@ -27,7 +27,7 @@ import xxhash
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..seam import Box, Part, StateSlice, boxes_of, engine_of
+from ..seam import Box, Part, StateSlice, boxes_of
 from ..utils.module_names import own_state
 from ..utils.work import OVER, Work
 from .dcp import MAX_BLOB_NBYTES, storable
@@ -117,9 +117,8 @@ def collect(stages: Stages, *, frozen: bool, slices: dict[str, list[StateSlice]]
 
     stages: says which stage of a pipeline writes a name. slices: slices that extras keep of parameters, by the extra's name.
     """
-    contents, runtime, model = Contents(), stages.runtime, stages.model
-    engine, rank = engine_of(model), stages.world.rank
-    held = engine.slices("master", *["optimizer"] if stages.core is not None else [])
+    contents, engine, model, rank = Contents(), stages.engine, stages.model, stages.world.rank
+    held = engine.slices("master", *["optimizer"] if stages.optimizer is not None else [])
     masters = [each for each in held if each.kind == "master"]
     for each in filter(stages.writes, masters):
         contents.ties |= dict.fromkeys(each.names[1:], each.name)
@@ -148,15 +147,15 @@ def collect(stages: Stages, *, frozen: bool, slices: dict[str, list[StateSlice]]
             contents.add(each.scalar, "optim", "state", each.name, key)
         elif each.leads:
             contents.objects[f"{STATE}{each.name}.{key}"] = each.scalar
-    if stages.core is not None and rank == 0:
+    if stages.optimizer is not None and rank == 0:
         contents.objects[GROUPS] = stages.groups()
     for extra, kept in (slices or {}).items():
         for each in filter(stages.writes, kept):
             if each.stop > each.start or each.leads:
                 contents.add(each, "slices", extra, each.name)
     if rank == 0:
-        contents.objects[OWN] = runtime.progress.state()
-    contents.objects[f"{RNG}{rank}"] = generators(runtime.comm.device)
+        contents.objects[OWN] = engine.progress.state()
+    contents.objects[f"{RNG}{rank}"] = generators(engine.ranks.device)
     return contents
 
 

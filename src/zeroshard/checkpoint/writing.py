@@ -30,10 +30,10 @@ from typing import TypeVar
 import torch
 import xxhash
 
-from ..engine.runtime import Runtime
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
-from ..seam import StateSlice, decode, encode
-from ..tiers.io.async_file import Engine, open_file
+from ..seam import Engine, StateSlice, decode, encode
+from ..tiers.io import async_file
+from ..tiers.io.async_file import open_file
 from ..utils.version import __version__
 from . import directory
 from . import manifest as listing
@@ -41,7 +41,7 @@ from . import state_map as holding
 from .file_writer import BUFFER_NBYTES, ROTATING, FileWriter
 from .fingerprint import identities
 from .heartbeat import telling, together
-from .rank_file import FileLayout, staging
+from .rank_file import FileLayout
 from .stages import Stages
 from .state_map import Contents
 
@@ -124,16 +124,15 @@ class Save:
 
 
 class Saver:
-    """State shared by all saves of one model (`runtime.gate.saver`): buffers, the I/O engine, the last save, its layout.
+    """State shared by all saves of one model (`Engine.saver`): buffers, the I/O engine, the last save, its layout.
 
     Threads: the rank's main thread. A background save reads shards in memory until `await_copy` returns (those on disk it has
     read before), and afterwards only writes files: it never uses the Comm or the pools.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.pool = staging(runtime.tiers, runtime.tiers.ledger)
-        self.engine = Engine()
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.io = engine, async_file.Engine()
+        self.pool = engine.staging_pool(BUFFER_NBYTES)
         self.last: Save | None = None
         self.listed = listing.Listed()
         self.tensors, self.digest = b"", ""  # JSON of the layout's tensors (`tensors_of`), and its XXH3-64
@@ -143,7 +142,7 @@ class Saver:
         """Return the layout of this rank's file. The last save's is used again if every tensor has kept its place."""
         if self._layout is None or self._layout.entries != contents.entries:
             layout = FileLayout.of(contents)
-            self.tensors = listing.tensors_of(layout, self.runtime.topology.world.rank)
+            self.tensors = listing.tensors_of(layout, self.engine.world.rank)
             self.digest = xxhash.xxh3_64_hexdigest(self.tensors)
             self._layout = layout  # last: if something above raises, the next save makes all three again
         return self._layout.with_objects(contents.objects, extras)
@@ -160,10 +159,10 @@ class Saver:
             if last is not None and not last.told:
                 last.wait()
         except ZeroshardError as error:
-            if last is not None and self.runtime.topology.world.rank == 0:
+            if last is not None and self.engine.world.rank == 0:
                 print(f"zeroshard: {last.path} was not saved: {error}", file=sys.stderr)
         finally:
-            self.engine.close()
+            self.io.close()
 
 
 def write_error(path: Path | str, errno: int, needed: int, what: str) -> CheckpointWriteError:
@@ -194,8 +193,8 @@ class Writing:
         self, saver: Saver, plan: Plan, draft: Path | directory.Draft, stages: Stages, extras: dict[str, bytes],
         slices: dict[str, list[StateSlice]], shared: set[str], files: dict[str, bytes], begin: float,
     ) -> None:  # fmt: skip
-        self.saver, self.plan, self.stages, self.core, self.begin = saver, plan, stages, stages.core, begin
-        self.runtime, self.comm = saver.runtime, stages.world
+        self.saver, self.plan, self.stages, self.begin = saver, plan, stages, begin
+        self.engine, self.comm = saver.engine, stages.world
         self.draft = draft if isinstance(draft, directory.Draft) else None
         self.folder = draft.path if isinstance(draft, directory.Draft) else draft
         rank, self.per_rank = self.comm.rank, sorted(extras.keys() - shared)
@@ -220,10 +219,7 @@ class Writing:
     def run(self) -> Save:
         """Carry out the save, or (asynchronous) its foreground part, and start the thread that does the rest (collective)."""
         try:
-            gate = self.runtime.gate
-            if gate.delayed is not None:
-                self.runtime.optimizer.core.drain()
-            gate.refresh(self.runtime.groups)
+            self.engine.finish_updates()
             if self.plan.asynchronous:
                 self._compare(self._together("making the files", self._open))
                 self.locked = self._together("copying", lambda: self._copy(self.layout.at_once))[0]  # type: ignore[union-attr]
@@ -236,7 +232,7 @@ class Writing:
             self._give_up()
             raise
         finally:
-            self.saver.engine.rest()
+            self.saver.io.rest()
         assert self.layout is not None
         snapshot_nbytes = self.saver.pool.made_nbytes if self.plan.asynchronous else 0
         save = Save(Path(self.plan.root) / self.plan.name, self.layout.nbytes, snapshot_nbytes)
@@ -261,7 +257,7 @@ class Writing:
         """Do work that does not use `comm` on all ranks. A swap file that cannot be read fails this save, as other errors do."""
 
         def quiet() -> T:
-            with self.runtime.tiers.beside_comm():
+            with self.engine.beside_comm():
                 return work()
 
         return together(self.comm, f"zs.save: {what}", quiet, self._stop)
@@ -293,7 +289,7 @@ class Writing:
         with self._write_errors():
             file = open_file(self.file, layout.nbytes, create=True, reserve=True)
             ranges, pool = layout.ranges(self.contents), self.saver.pool
-            self.writer = FileWriter(file, ranges, self.saver.engine, pool, eager=not asynchronous, digested=True)
+            self.writer = FileWriter(file, ranges, self.saver.io, pool, eager=not asynchronous, digested=True)
             self.held = directory.hold(self.file) if asynchronous else None
         if self.in_vain:  # another rank failed before there was a writer that `_stop` could stop
             self.writer.stop()
@@ -362,9 +358,9 @@ class Writing:
         facts = {
             "step": plan.step,
             "world_size": self.comm.world_size,
-            "stage": self.runtime.config.stage,
-            "precision": self.runtime.config.precision,
-            "optimizer": None if self.core is None else type(self.core.outer).__name__.removeprefix("Sharded"),
+            "stage": self.engine.config.stage,
+            "precision": self.engine.config.precision,
+            "optimizer": None if self.stages.optimizer is None else type(self.stages.optimizer).__name__.removeprefix("Sharded"),
             "trained_only": plan.trained_only,
             "per_rank": self.per_rank,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -433,7 +429,7 @@ class Writing:
         finally:
             ended.set()
             self._give_up()  # no effect on a file that is finished
-            self.saver.engine.rest()
+            self.saver.io.rest()
         save.seconds = time.monotonic() - self.begin
 
     def _fail(self, save: Save, error: BaseException) -> None:
@@ -483,7 +479,7 @@ class Writing:
         now = time.monotonic()
         if rank not in self.signs or self.signs[rank][0] != sign:
             self.signs[rank] = sign, now
-        return now - self.signs[rank][1] > self.runtime.config.stall_timeout_s
+        return now - self.signs[rank][1] > self.engine.config.stall_timeout_s
 
     def _settle(self, save: Save) -> None:
         """Join the background thread and agree on how the save ended; discard the draft if it failed (collective)."""

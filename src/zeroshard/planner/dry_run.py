@@ -29,13 +29,10 @@ from ..activations.storage import CHECKPOINTS
 from ..activations.token_tiles import computes_loss_in_tiles, tile_loss, tile_mlps
 from ..activations.transformers_attention import find_packed
 from ..activations.ulysses import sequence_of
-from ..checkpoint.file_writer import ROTATING
-from ..checkpoint.rank_file import staging
+from ..checkpoint.file_writer import BUFFER_NBYTES, ROTATING
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
 from ..data.sequence import cut
-from ..engine.runtime import runtime_of
-from ..engine.unit import Unit
 from ..errors import ConfigError, ZeroshardError, did_you_mean
 from ..parallel.parallelize import next_token_loss
 from ..public import accumulate, checkpoint_activations, close, parallelize, report, save, shard
@@ -433,8 +430,9 @@ class _Run:
 
     def _train(self, step: Step, models: list[nn.Module], batch: Any, operators: Operators) -> None:
         """Run the two steps, then save as zs.save does without `asynchronous`: through rotating buffers, wherever states rest."""
-        recorder, runtimes = self.recorder, [runtime_of(model) for model in models]
-        handles = [handle for runtime in runtimes for unit in runtime.units for handle in _follow(unit, recorder)]
+        recorder, engines = self.recorder, [engine_of(model) for model in models]
+        units = [unit for engine in engines for unit in engine.modules_of_units()]
+        handles = [handle for unit in units for handle in _follow(*unit, recorder)]
         with operators:
             for phase in ("first step", "forward"):
                 recorder.enter(phase)
@@ -451,13 +449,13 @@ class _Run:
             self._report = report(models[0])
             recorder.enter("save")
             if self.real:
-                comm = runtimes[0].comm
+                comm = engines[0].ranks
                 with tempfile.TemporaryDirectory() as folder:
                     save(comm.exchange(folder.encode(), "where to save")[0].decode(), self.model, self.optimizer)
                     comm.exchange(b"", "saved")
             else:
-                for runtime in runtimes:
-                    staging(runtime.tiers, runtime.tiers.ledger).grow(ROTATING)
+                for engine in engines:
+                    engine.staging_pool(BUFFER_NBYTES).grow(ROTATING)
         recorder.flush()
         if not self.sent:
             self.sent = {axis: nbytes - before.get(axis, 0) for axis, nbytes in self._sent(models).items()}
@@ -500,9 +498,8 @@ def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits if logits.ndim == 0 else next_token_loss(logits, tokens)
 
 
-def _follow(unit: Unit, recorder: Recorder) -> Iterator[RemovableHandle]:
+def _follow(name: str, modules: list[nn.Module], recorder: Recorder) -> Iterator[RemovableHandle]:
     """Register hooks that tell the recorder when the rank enters a unit: on its modules, and on the gradients of their outputs."""
-    name = unit.name
 
     def enters(module: nn.Module, args: object) -> None:
         recorder.at(name, torch_compat.graph_task() != -1)  # a repeated forward is a part of backward
@@ -512,7 +509,7 @@ def _follow(unit: Unit, recorder: Recorder) -> Iterator[RemovableHandle]:
         if isinstance(first, Tensor) and first.requires_grad:
             first.register_hook(lambda grad: recorder.at(name, True))
 
-    for module in unit.modules:
+    for module in modules:
         yield module.register_forward_pre_hook(enters, prepend=True)
         yield module.register_forward_hook(leaves, always_call=False)
 

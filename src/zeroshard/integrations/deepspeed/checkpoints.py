@@ -33,7 +33,6 @@ from ...checkpoint.directory import LATEST, write_whole
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.resolver import agreed, open_any, read_object
 from ...checkpoint.source import Opened
-from ...engine.runtime import runtime_of
 from ...errors import CheckpointMismatch, CheckpointNotFound
 from ...public import stream_full_tensors
 from ...seam import engine_of, exchange_values
@@ -152,10 +151,10 @@ class Checkpoints(Settings):
 
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Return name -> whole shape for each optimizer group."""
-        runtime = runtime_of(self.module)
-        if runtime.optimizer is None:
+        engine = engine_of(self.module)
+        if engine.optimizer is None:
             return []
-        params, groups = self._own_parameters(), state_map.param_groups(engine_of(self.module).slices("value"), runtime.optimizer)
+        params, groups = self._own_parameters(), state_map.param_groups(engine.slices("value"), engine.optimizer)
         return [{name: params[name].shape for name in group["params"] if name in params} for group in groups]
 
     def _own_parameters(self) -> dict[str, nn.Parameter]:
@@ -207,7 +206,7 @@ class Checkpoints(Settings):
         if not isinstance(load_dir, (str, os.PathLike)):
             raise TypeError(f"load_checkpoint: load_dir: expected the folder that save_checkpoint was given, got {load_dir!r}.")
         ranks = engine_of(self.module).ranks
-        loading.await_save(runtime_of(self.module))
+        loading.await_save(engine_of(self.module))
         folder = self._tag_folder(Path(load_dir), tag)
         if folder is None:
             return None, None
