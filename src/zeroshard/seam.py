@@ -60,6 +60,7 @@ from .reports.snapshot import Snapshot, snapshot_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
 from .state.state_loading import Restoring, SavedState
 from .tiers.pool import BufferPool
+from .tiers.rehearsal import Rehearsal, copy_rates, rehearsal
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
@@ -71,7 +72,7 @@ __all__ = [  # noqa: RUF022  # by subject
     "Collective", "Comm", "DirectComm", "Parts", "Sent", "Topology", "decode", "encode", "exchange_values", "needed", "operation",
     "streams_for",
     # memory of constant size, and copies between tiers
-    "BufferPool", "Links", "StagingPool",
+    "BufferPool", "Links", "Rehearsal", "StagingPool",
     # tensors of which a rank holds a slice, and parts of larger ones
     "Box", "Part", "ReplicatedParameter", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap",
     # how a model is laid out, for formulas
@@ -145,6 +146,11 @@ class Engine:
     def exchanges_tokens(self) -> bool:
         """True if each forward needs all ranks, since they exchange tokens with experts along an axis that cuts the batch."""
         return self._runtime.topology.divided is not None
+
+    @property
+    def separate(self) -> bool:
+        """True if the device has memory of its own, so that host and device are two tiers."""
+        return self._runtime.tiers.separate
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -265,6 +271,22 @@ class Engine:
     def restoring(self, states: dict[int, SavedState]) -> Restoring:
         """Return the object that loads the optimizer's states. states: id of a parameter -> its state."""
         return Restoring(self._runtime.optimizer.core, states)
+
+    def zero_grad(self) -> None:
+        """Drop the model's gradients."""
+        self._runtime.zero_grad()
+
+    def publish(self) -> None:
+        """Send replicated parameters that each rank steps a slice of to all ranks, as every step does at its end (collective)."""
+        self._runtime.optimizer.core.publish([group for group in self._runtime.groups if group.trainable])
+
+    def rehearse_step(self, accumulate: int = 1) -> Rehearsal:
+        """Return a rehearsal of the longest run that the host steps, on zeros of its own. accumulate: backwards of a step."""
+        return rehearsal(self._runtime.optimizer.core, accumulate)
+
+    def copy_rates(self) -> tuple[float, float]:
+        """Measure the bytes per second from the device to pinned host memory and back."""
+        return copy_rates(self._runtime.tiers)
 
     def staging_pool(self, nbytes: int) -> BufferPool:
         """Return a pool, still empty, of host buffers of so many bytes each, counted in this model's ledger."""

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ...config import Tier
-from ...engine.runtime import Runtime, runtime_of
 from ...errors import ConfigError
-from ...seam import Snapshot, engine_of, exchange_values
+from ...seam import Engine, Rehearsal, Snapshot, engine_of, exchange_values
 from ...tiers.cpu_kernels import describe_threads, visible_cores
 from ...utils.host import ranks_here
-from .probe import DiskProbe, Rehearsal, copy_rates, step_rate
+from .probe import DiskProbe
 
 HOST_STEP, DISK, DISK_BESIDE = "host step", "disk", "disk while the host steps"
 
@@ -69,27 +68,27 @@ def forecast(model: nn.Module, micro_batch: Callable[[], Tensor], *, accumulate:
             twice.
         accumulate: micro-batches of a step.
     """
-    runtime = runtime_of(model)
+    engine = engine_of(model)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"zs.forecast: accumulate: expected a whole number of at least 1, got {accumulate!r}.")
-    runtime.gate.wait()
-    snapshot = engine_of(model).snapshot()
+    engine.wait_at_rest()
+    snapshot = engine.snapshot()
     work = _Work.of(snapshot, accumulate)
-    compute_s = accumulate * _compute_seconds(runtime, micro_batch, keep_gradients=accumulate > 1)
+    compute_s = accumulate * _compute_seconds(engine, micro_batch, keep_gradients=accumulate > 1)
     publish_s = 0.0  # of sending replicated parameters to all ranks after a step, measured by sending them
     if snapshot.has_optimizer and not all(each.sharded for each in snapshot.groups):
-        runtime.comm.fence_write()
+        engine.ranks.fence_write()
         begin = time.perf_counter()
-        runtime.optimizer.core.publish([group for group in runtime.groups if group.trainable])
-        if runtime.comm.device.type == "cuda":
-            torch.cuda.synchronize(runtime.comm.device)
+        engine.publish()
+        if engine.ranks.device.type == "cuda":
+            torch.cuda.synchronize(engine.ranks.device)
         publish_s = time.perf_counter() - begin
-    rehearsal = _rehearsal(runtime, accumulate) if work.stepped_numel else None
-    rates = _measure_rates(runtime, work, rehearsal)
+    rehearsal = engine.rehearse_step(accumulate) if work.stepped_numel else None
+    rates = _measure_rates(engine, work, rehearsal)
     seconds, step_s = _predict(snapshot, work, rates, compute_s)
     seconds["parameters to all ranks"], step_s = publish_s, step_s + publish_s
     mine = (rates, seconds, step_s, rehearsal.threads if rehearsal is not None else 0)
-    everyone = exchange_values(runtime.comm, mine, "forecast: result")
+    everyone = exchange_values(engine.ranks, mine, "forecast: result")
     rates = {name: min(other[0][name] for other in everyone) for name in rates}
     seconds = {name: max(other[1][name] for other in everyone) for name in seconds}
     seconds = {name: value for name, value in seconds.items() if value > 0}
@@ -193,12 +192,12 @@ def _cores_to_spare(snapshot: Snapshot) -> bool:
     return snapshot.separate or visible_cores() >= 2 * ranks_here(snapshot.world_size) * torch.get_num_threads()
 
 
-def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_gradients: bool) -> float:
+def _compute_seconds(engine: Engine, micro_batch: Callable[[], Tensor], keep_gradients: bool) -> float:
     """Return the seconds of forward and backward of a micro-batch: of the second one, since the first touches new memory.
 
     keep_gradients: let the second one add to the gradients of the first.
     """
-    model, device, comm = runtime.model, runtime.comm.device, runtime.comm
+    model, device, comm = engine.model, engine.ranks.device, engine.ranks
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []
     seconds = 0.0
@@ -211,8 +210,8 @@ def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_g
                 torch.cuda.synchronize(device)
             seconds = time.perf_counter() - begin
             if not keep_gradients:
-                runtime.zero_grad()
-        runtime.zero_grad()
+                engine.zero_grad()
+        engine.zero_grad()
         comm.exchange(b"", "forecast: end")
     with torch.no_grad():
         for buffer, value in buffers:
@@ -220,36 +219,23 @@ def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_g
     return seconds
 
 
-def _measure_rates(runtime: Runtime, work: _Work, rehearsal: Rehearsal | None) -> dict[str, float]:
+def _measure_rates(engine: Engine, work: _Work, rehearsal: Rehearsal | None) -> dict[str, float]:
     """Measure the rates of the links and cores that this model uses, on all ranks at the same time (collective)."""
-    config, rates = runtime.config, {}
+    config, rates = engine.config, {}
     offloads = (config.offload_optimizer, config.offload_gradient, config.offload_param)
     path = next((offload.path for offload in offloads if offload.tier is Tier.DISK), None)
-    runtime.comm.exchange(b"", "forecast: probes")
+    engine.ranks.exchange(b"", "forecast: probes")
     if path is not None:
         moved = max(work.reads + work.writes, 1)
         probe = DiskProbe(path, work.reads / moved if work.reads else 0.5)
         rates[DISK], _ = probe.rates(None)
-        runtime.comm.exchange(b"", "forecast: disk beside the step")
+        engine.ranks.exchange(b"", "forecast: disk beside the step")
         advance = rehearsal.advance if rehearsal is not None else lambda: 0
         rates[DISK_BESIDE], rates[HOST_STEP] = probe.rates(advance)
         probe.close()
     elif rehearsal is not None:
-        rates[HOST_STEP] = step_rate(rehearsal)
-    if runtime.tiers.separate and any(offload.tier is not Tier.DEVICE for offload in offloads):
-        runtime.comm.exchange(b"", "forecast: copies")
-        rates["device -> host"], rates["host -> device"] = copy_rates(runtime.tiers)
+        rates[HOST_STEP] = rehearsal.rate()
+    if engine.separate and any(offload.tier is not Tier.DEVICE for offload in offloads):
+        engine.ranks.exchange(b"", "forecast: copies")
+        rates["device -> host"], rates["host -> device"] = engine.copy_rates()
     return {name: rate for name, rate in rates.items() if rate > 0}
-
-
-def _rehearsal(runtime: Runtime, accumulate: int) -> Rehearsal:
-    """Return a rehearsal of the longest run that the host's cores step."""
-    core = runtime.optimizer.core
-    runs = [
-        (run, options)
-        for runs, options in zip(core.runs, core.outer.param_groups, strict=True)
-        for run in runs
-        if run.offloaded or not runtime.tiers.separate
-    ]
-    run, options = max(runs, key=lambda pair: pair[0].numel)
-    return Rehearsal(core, run, options, accumulate)

@@ -30,15 +30,13 @@ from torch import Tensor, nn
 
 from ...comm import backend_select
 from ...comm.launch import run_processes
-from ...engine.runtime import runtime_of
 from ...errors import ConfigError, SwapError
-from ...seam import DirectComm
+from ...seam import DirectComm, engine_of
 from ...tiers.cpu_kernels import visible_cores
 from ...tiers.io.swap_folder import SwapFolder
 from ...utils import torch_compat
 from ...utils.host_memory import available_nbytes, keep_freed_memory
 from ...utils.torch_compat import TorchDispatchMode
-from ..measure.probe import Rehearsal, step_rate
 from .disk_bandwidth import PHASES, REQUEST_NBYTES, Burst, DiskBursts, DiskSpeed, bandwidth
 from .hardware import Curve, Device, Hardware, Link
 from .trace import Resource
@@ -286,8 +284,7 @@ def _step_rate(comm: DirectComm, numel: int) -> float:
 
     model = nn.Linear(1024, max(1, numel * comm.world_size // 1024), bias=False)
     model, optimizer = shard(model, torch.optim.AdamW(model.parameters()), stage=1, offload_optimizer="cpu", comm=comm)
-    core = runtime_of(model).optimizer.core
     comm.exchange(b"", "calibrate: host step")
-    rate = step_rate(Rehearsal(core, core.runs[0][0], core.outer.param_groups[0]))
+    rate = engine_of(model).rehearse_step().rate()
     close(model)
     return rate
