@@ -22,7 +22,7 @@ from offloading import tiers
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import bulk_reader, directory, file_writer, rank_file, resolver, writing
+from zeroshard.checkpoint import bulk_reader, directory, file_writer, resolver, writing
 from zeroshard.checkpoint import manifest as listing
 from zeroshard.checkpoint.heartbeat import together
 from zeroshard.checkpoint.manifest import Manifest
@@ -401,8 +401,7 @@ def test_a_folder_that_may_not_be_looked_at(tmp_path, monkeypatch):
 @pytest.mark.parametrize("where", ["write", "digest"])
 def test_whatever_ends_the_writer_ends_the_save(where, asynchronous, tmp_path, monkeypatch):
     """More data than buffers: they all come back, for the filler and for the next save."""
-    for module in (rank_file, writing):
-        monkeypatch.setattr(module, "BUFFER_NBYTES", 1 << 20)
+    monkeypatch.setattr(writing, "BUFFER_NBYTES", 1 << 20)
     model = seeded(lambda: nn.Linear(1500, 1500))  # 9 MB
     model, optimizer = build(model)
     with monkeypatch.context() as patch:

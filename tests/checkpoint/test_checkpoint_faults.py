@@ -21,6 +21,7 @@ from zeroshard.checkpoint import directory, file_writer, saving, writing
 from zeroshard.checkpoint import manifest as listing
 from zeroshard.checkpoint.saving import saver_of
 from zeroshard.engine.runtime import runtime_of
+from zeroshard.seam import engine_of
 from zeroshard.testing import run_threads
 from zeroshard.tiers.io import async_file
 
@@ -109,10 +110,10 @@ def broken_device(patch: pytest.MonkeyPatch) -> int:
     """A write fails in the middle, on rank 1."""
     plain = saver_of
 
-    def armed(runtime):
-        saver = plain(runtime)
-        if runtime.comm.rank == 1:
-            saver.engine.calls.arm("write", errno.EIO)
+    def armed(engine):
+        saver = plain(engine)
+        if engine.ranks.rank == 1:
+            saver.io.calls.arm("write", errno.EIO)
         return saver
 
     patch.setattr(saving, "saver_of", armed)
@@ -150,7 +151,7 @@ def test_b07_a_save_that_fails_fails_on_every_rank_and_changes_nothing(name, asy
             met.wait(20)
             error = raised_by(lambda: zs.save(tmp_path, model, optimizer, name="bad", asynchronous=asynchronous).wait())
             met.wait(20)
-        saver_of(runtime_of(model)).engine.calls.disarm()
+        saver_of(engine_of(model)).io.calls.disarm()
         met.wait(20)
         check_write_error(error, number[0], tmp_path, name)
         assert_equal(snapshot(model, optimizer), before, "in memory")
@@ -323,9 +324,9 @@ def test_b07_a_failed_save_beside_training_is_told_once_by_the_next(tmp_path, mo
     def rank_run(rank: int) -> None:
         model, optimizer = build("tied")
         zs.save(tmp_path, model, optimizer, name="first")
-        saver = saver_of(runtime_of(model))
-        saver.engine.close()
-        saver.engine = file_writer.Engine(calls=(calls := Faulty()))
+        saver = saver_of(engine_of(model))
+        saver.io.close()
+        saver.io = file_writer.Engine(calls=(calls := Faulty()))
         calls.arm("write", errno.EIO) if rank == 1 else None
         zs.save(tmp_path, model, optimizer, name="second", asynchronous=True)
         error = raised_by(lambda: zs.save(tmp_path, model, optimizer, name="third"))

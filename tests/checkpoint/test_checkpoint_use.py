@@ -30,7 +30,7 @@ from residence import in_own_process
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zeroshard as zs
-from zeroshard.checkpoint import directory, file_writer, rank_file, writing
+from zeroshard.checkpoint import directory, file_writer, writing
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
 
@@ -481,7 +481,7 @@ def test_what_is_in_the_files_is_told_where_it_is_not_as_before(small_nbytes, as
 
 def test_a_save_that_is_waited_for_copies_little_ahead(tmp_path, monkeypatch):
     """Of the many buffers that a snapshot has left it uses as many as a first save: copying on would only hold up the writing."""
-    monkeypatch.setattr(rank_file, "BUFFER_NBYTES", 1 << 20), monkeypatch.setattr(writing, "BUFFER_NBYTES", 1 << 20)
+    monkeypatch.setattr(writing, "BUFFER_NBYTES", 1 << 20)
     used: list[int] = []
     plain = file_writer.FileWriter.buffer
 

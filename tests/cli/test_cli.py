@@ -19,8 +19,8 @@ from zeroshard.cli.ranks import Ranks
 from zeroshard.cli.trainer import Trainer
 from zeroshard.config import PRESETS
 from zeroshard.data.text import read_corpus
-from zeroshard.planner.measure import probe
 from zeroshard.planner.models import GPT, GPTConfig
+from zeroshard.tiers import rehearsal
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +230,8 @@ def test_the_presets_of_the_library_have_the_same_names(name):
 
 
 def test_activations_alone_have_a_forecast(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(probe, "_PROBE_S", 0.02)
-    monkeypatch.setattr(probe, "_NUMEL", 1 << 16)
+    monkeypatch.setattr(rehearsal, "_PROBE_S", 0.02)
+    monkeypatch.setattr(rehearsal, "_NUMEL", 1 << 16)
     short = ["--ranks", "1", "--threads", "1", "--steps", "2", "--eval-every", "2", "--sample-bytes", "0"]
     assert main([*_train(text, tmp_path / "run"), *short, "--offload-activations", "cpu"]) == 0
     printed = capsys.readouterr().out

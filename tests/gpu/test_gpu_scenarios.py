@@ -28,6 +28,7 @@ import zeroshard as zs
 from zeroshard.diagnostics.status_server import JudgingDesk
 from zeroshard.engine.comm.process_group import DistComm
 from zeroshard.planner.measure import probe
+from zeroshard.tiers import rehearsal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -372,7 +373,8 @@ def test_dropout_is_the_same_when_it_is_recomputed() -> None:
 
 @every_tier
 def test_training_does_not_notice_a_forecast(tiers: dict, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(probe, "_PROBE_S", 0.02)
+    for module in (probe, rehearsal):
+        monkeypatch.setattr(module, "_PROBE_S", 0.02)
     model, optimizer = _sharded(_gpt2(), stage=3, offload_path=str(tmp_path), **tiers)
     _train(model, optimizer, last=2)
     forecast = zs.forecast(model, lambda: _loss(model, _tokens()[0]), accumulate=2)

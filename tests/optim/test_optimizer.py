@@ -5,6 +5,7 @@ Everything is compared with plain torch on one process, bit for bit: weights, mo
 
 import copy
 import math
+import threading
 import types
 
 import pytest
@@ -222,3 +223,32 @@ def test_one_ranks_overflow_skips_the_step_on_all(stage, precision):
         assert records[0].nonfinite == records[2].nonfinite == ()
         assert not differences(weights, expected.weights)
         assert not state_differences(states, expected.states)
+
+
+@pytest.mark.parametrize("how", ["forward", "full_state_dict"])
+def test_a_step_writes_nothing_that_a_slower_peer_still_reads_after_a_clip(how):
+    stepped = threading.Event()
+
+    def rank_run(rank: int) -> bool:
+        model = seeded(lambda: nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)))
+        model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=1.0), units=["Linear"])
+        batch = torch.ones(4, 16)
+        look = (
+            (lambda: model(batch))
+            if how == "forward"
+            else lambda: torch.cat([v.flatten() for v in zs.full_state_dict(model).values()])
+        )
+        with torch.no_grad():
+            before = look().clone()
+        model(batch).square().sum().backward()
+        zs.clip_grad_norm_(model, 100.0)
+        if rank == 1:  # reads while rank 0 has entered its step
+            model[0].register_forward_hook(lambda *_: None if stepped.wait(0.5) else None)
+            stepped.wait(0.5) if how != "forward" else None
+        with torch.no_grad():
+            after = look().clone()
+        optimizer.step()
+        stepped.set()
+        return torch.equal(before, after)
+
+    assert run_threads(2, rank_run) == [True, True]

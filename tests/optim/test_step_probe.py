@@ -307,6 +307,50 @@ def test_states_that_were_made_before_the_first_step():
     assert "values differ" in departure(optimizer).how
 
 
+class OldGradient(Each):
+    """Moves by the mean of this gradient and the last, of which it keeps a copy."""
+
+    def move(self, param, group):
+        old, self.state[param]["old"] = self.state[param].get("old", param.grad), param.grad.clone()
+        return (param.grad + old) / 2
+
+
+class OldGradientItself(Each):
+    def move(self, param, group):
+        old, self.state[param]["old"] = self.state[param].get("old", param.grad), param.grad
+        return (param.grad + old) / 2
+
+
+def test_a_class_that_keeps_the_gradient_itself_is_told_to_copy_it():
+    model, optimizer = _linears(OldGradientItself)
+    with pytest.raises(zs.ConfigError, match=r"keeps p\.grad, .* Let its state hold a copy: p\.grad\.clone\(\)\."):
+        zs.shard(model, optimizer)
+    assert departure(OldGradient(model.parameters())) is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_old_gradient_is_the_one_of_the_last_step(stage):
+    def run(rank, sharded, cls):
+        model = seeded(lambda: nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6)))
+        optimizer = cls(model.parameters())
+        if sharded:
+            model, optimizer = zs.shard(model, optimizer, stage=stage)
+        for step in range(4):
+            model(torch.full((2, 6), float(step + 1))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.clone() for value in (zs.full_state_dict(model) if sharded else model.state_dict()).values()]
+
+    @zs.whole_matrix
+    class Whole(OldGradientItself):
+        """Steps tensors of its own, so that it may keep them."""
+
+    expected = run(0, False, OldGradientItself)
+    for cls in (OldGradient, Whole):
+        for found in run_threads(2, run, True, cls):
+            assert all(map(torch.equal, found, expected))
+
+
 def test_known_classes_are_not_tried(monkeypatch):
     monkeypatch.setattr(step_probe, "_apart", lambda: pytest.fail("tried"))
     for cls in (torch.optim.AdamW, torch.optim.SGD, zs.Lion):

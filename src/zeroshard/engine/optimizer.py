@@ -249,7 +249,7 @@ class OptimizerCore:
             return self.tally.note(StepRecord(0.0, 1.0, skipped=True))
         scale = runtime.progress.loss_scale
         found = account.clipped
-        if self._known() is None and not (found is not None and found.refused):
+        if meets := self._known() is None and not (found is not None and found.refused):
             undone = found is not None and not self._usable(found.norm)  # clip again: the first clip met inf or nan
             self._clip(found.max_norm if found is not None and undone else runtime.config.max_grad_norm, stepping=True)
         runtime.attendance.steps += 1
@@ -258,7 +258,7 @@ class OptimizerCore:
         account.clipped = None
         if not self._usable(norm):
             return self._skip(norm, scale)
-        self.publish(self._update())
+        self.publish(self._update(meets))
         self._skipped_in_a_row = 0
         runtime.progress.note_step(skipped=False)
         for follow in self.after_step:
@@ -306,9 +306,13 @@ class OptimizerCore:
         return tuple(found)
 
     @torch.no_grad()
-    def _update(self) -> list[ParamGroup]:
-        """Step this rank's shards; return the groups whose parameters were written, the same on every rank."""
-        self.comm.fence_write(synchronised=True)  # the norm's exchange was the barrier
+    def _update(self, met: bool) -> list[ParamGroup]:
+        """Step this rank's shards; return the groups whose parameters were written, the same on every rank.
+
+        met: the ranks have exchanged the norm in this step, which was the barrier. A clip before the step was none: the program may
+        have run a forward since, in which a slower peer still reads this rank's shards.
+        """
+        self.comm.fence_write(synchronised=met)
         self.runtime.gate.invalidate()
         groups = self.stepped_groups
         stepped = set(map(id, groups))

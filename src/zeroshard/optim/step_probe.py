@@ -1,7 +1,7 @@
 """Trial of an optimizer class, at zs.shard: is its step elementwise, that is, the same however elements are cut into tensors?
 
     whole     two small parameters, of as many dimensions as the group's have, stepped as on one process
-    slices    the same elements as three ranks have them: flat, cut within parameters
+    slices    the same elements as three ranks have them: flat, cut within parameters, with gradients that fill the same memory again
     alone     each of the two by itself, as zs.whole_matrix steps it
 
 Each kind of parameter group is tried with its own options, for _STEPS steps, on values that are the same on every rank. A
@@ -36,6 +36,8 @@ _TOLERANCE = 1e-3  # fraction of the largest change: steps that differ by less d
 _MAX_NUMEL = 1 << 20  # largest tensor on the optimizer that is copied for a trial
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, FunctionType, BuiltinFunctionType)
 _eager = threading.Lock()  # torch.compile's stance is per process, so ranks that are threads take turns
+
+KEEPS_GRADIENTS = "it keeps p.grad, whose memory the next backward fills again"
 
 Part = tuple[int, int, tuple[int, ...]]  # elements [start, stop) of the two parameters in a row; their shape
 
@@ -136,17 +138,20 @@ class _Trial:
             raise _Untold
         # three slices; the second has elements of both parameters
         cuts = [0, self.numel // 2 + 2, self.numel + 7, 2 * self.numel]
-        how = self._difference(whole, [[(start, stop, (stop - start,))] for start, stop in itertools.pairwise(cuts)])
+        slices: list[list[Part]] = [[(start, stop, (stop - start,))] for start, stop in itertools.pairwise(cuts)]
+        how = self._difference(whole, slices, refilled=True)
         if how is None:
             return None, True
+        if self._difference(whole, slices) is None:
+            return KEEPS_GRADIENTS, False
         try:
             return how, self._difference(whole, self.alone) is None
         except _Untold:
             return how, False
 
-    def _difference(self, whole: Tensor, ranks: list[list[Part]]) -> str | None:
+    def _difference(self, whole: Tensor, ranks: list[list[Part]], refilled: bool = False) -> str | None:
         try:
-            other = self.stepped(ranks)
+            other = self.stepped(ranks, refilled)
         except (_Untold, Sends):
             raise _Untold from None
         except Exception as error:  # whatever the class raises
@@ -157,15 +162,19 @@ class _Trial:
             return None
         return f"after {_STEPS} steps values differ by {found:.2g}, where the largest change is {change:.2g}"
 
-    def stepped(self, ranks: list[list[Part]]) -> Tensor:
-        """Return both parameters (2 * numel,) after all steps. ranks: the parts that each rank's optimizer has."""
+    def stepped(self, ranks: list[list[Part]], refilled: bool = False) -> Tensor:
+        """Return both parameters (2 * numel,) after all steps. ranks: the parts that each rank's optimizer has.
+
+        refilled: the gradients of all steps lie in the same memory, as in the buffer that a backward fills again.
+        """
         result = self.value.clone()
         for parts in ranks:
             leaves = [nn.Parameter(self.value[start:stop].clone().view(shape).to(self.device)) for start, stop, shape in parts]
-            inner = self._optimizer(leaves)
+            inner, memory = self._optimizer(leaves), [torch.empty_like(leaf) for leaf in leaves]
             for grad in self.grads:
-                for leaf, (start, stop, shape) in zip(leaves, parts, strict=True):
-                    leaf.grad = grad[start:stop].clone().view(shape).to(self.device)
+                for leaf, buffer, (start, stop, shape) in zip(leaves, memory, parts, strict=True):
+                    given = grad[start:stop].view(shape)
+                    leaf.grad = buffer.copy_(given).view(shape) if refilled else given.clone().to(self.device)
                 inner.step()
             for leaf, (start, stop, _) in zip(leaves, parts, strict=True):
                 result[start:stop] = leaf.detach().reshape(-1).cpu()

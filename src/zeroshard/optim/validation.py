@@ -14,7 +14,7 @@ from ..engine.user_hooks import ONE_OPTIMIZER, other_optimizers
 from ..errors import ConfigError
 from ..utils.torch_compat import post_accumulate_hooks
 from .lion import Lion
-from .step_probe import Sends, departure, sends
+from .step_probe import KEEPS_GRADIENTS, Sends, departure, sends
 from .whole_matrix import check_whole, declared
 
 # attribute by which torch.distributed.optim marks parameters that it steps in backward
@@ -126,6 +126,11 @@ def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         else f"Its step of a parameter does not depend on other parameters: declare that with zs.whole_matrix({cls.__name__}) before "
         f"zs.shard(), or for some groups only with zs.whole_matrix({cls.__name__}, where=lambda param, options: ...)."
     )
+    if found.how == KEEPS_GRADIENTS:
+        raise ConfigError(
+            f"optimizer: in a trial on small tensors, {cls.__name__} stepped by older gradients than it was given{of}: {found.how}. Let its "
+            "state hold a copy: p.grad.clone()."
+        )
     raise ConfigError(
         f"optimizer: in a trial on small tensors, {cls.__name__} stepped flat slices of parameters differently from whole "
         f"parameters{of}: {found.how}. Each rank steps flat slices, which takes an elementwise optimizer. {remedy}"

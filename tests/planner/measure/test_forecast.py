@@ -19,7 +19,7 @@ from zeroshard.planner.measure import probe
 from zeroshard.planner.measure.forecast import DISK, DISK_BESIDE, HOST_STEP, Forecast, _predict, _Work, forecast
 from zeroshard.seam import engine_of
 from zeroshard.testing import run_threads
-from zeroshard.tiers import cpu_kernels, slab_step
+from zeroshard.tiers import cpu_kernels, rehearsal, slab_step
 
 BATCHES = token_batches(3, 2, 2)
 NVME = {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"}
@@ -46,8 +46,9 @@ MODES = {
 
 @pytest.fixture(autouse=True)
 def short_probes(monkeypatch):
-    monkeypatch.setattr(probe, "_PROBE_S", 0.02)
-    monkeypatch.setattr(probe, "_NUMEL", 1 << 16)
+    for measured in (probe, rehearsal):
+        monkeypatch.setattr(measured, "_PROBE_S", 0.02)
+    monkeypatch.setattr(rehearsal, "_NUMEL", 1 << 16)
     monkeypatch.setattr(probe, "_BLOCK_NBYTES", 1 << 16)
 
 
@@ -160,9 +161,9 @@ def test_what_is_measured_is_the_step_that_runs(name, monkeypatch, strict_device
 
         monkeypatch.setattr(owner, attribute, call)
 
-    for place, owner in (("rehearsed", probe), ("run", slab_step)):
+    for place, owner in (("rehearsed", rehearsal), ("run", slab_step)):
         watch(place, owner, "step_stretch", lambda args: args[2], lambda args, kwargs: kwargs["scale"])
-    watch("rehearsed", probe.Rehearsal, "_step_class", lambda args: args[2], lambda args, kwargs: args[0].factor)
+    watch("rehearsed", rehearsal.Rehearsal, "_step_class", lambda args: args[2], lambda args, kwargs: args[0].factor)
     watch("run", slab_step.SlabStepper, "_step_class", lambda args: args[3], lambda args, kwargs: args[1].factor)
 
     monkeypatch.setattr(module, "copy_rates", lambda tiers: (1e9, 1e9))  # strict devices copy no bytes
