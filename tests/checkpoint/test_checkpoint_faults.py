@@ -138,7 +138,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], int]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_b07_a_save_that_fails_fails_on_every_rank_and_changes_nothing(name, asynchronous, tmp_path, monkeypatch):
     """Path, errno, bytes needed and free; training goes on with the same bits; the pointer stands; the next save works."""
-    monkeypatch.setattr(writing, "Engine", lambda: async_file.Engine(calls=Faulty()))
+    monkeypatch.setattr(writing, "FileEngine", lambda: async_file.Engine(calls=Faulty()))
     met = threading.Barrier(2)
 
     def rank_run(rank: int) -> None:

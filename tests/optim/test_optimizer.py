@@ -242,9 +242,14 @@ def test_a_step_writes_nothing_that_a_slower_peer_still_reads_after_a_clip(how):
             before = look().clone()
         model(batch).square().sum().backward()
         zs.clip_grad_norm_(model, 100.0)
+
+        def pause(*_: object) -> None:
+            stepped.wait(0.5)
+
         if rank == 1:  # reads while rank 0 has entered its step
-            model[0].register_forward_hook(lambda *_: None if stepped.wait(0.5) else None)
-            stepped.wait(0.5) if how != "forward" else None
+            model[0].register_forward_hook(pause)
+            if how != "forward":
+                pause()
         with torch.no_grad():
             after = look().clone()
         optimizer.step()

@@ -32,7 +32,7 @@ import xxhash
 
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
 from ..seam import Engine, StateSlice, decode, encode
-from ..tiers.io import async_file
+from ..tiers.io.async_file import Engine as FileEngine
 from ..tiers.io.async_file import open_file
 from ..utils.version import __version__
 from . import directory
@@ -131,7 +131,7 @@ class Saver:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.io = engine, async_file.Engine()
+        self.engine, self.io = engine, FileEngine()
         self.pool = engine.staging_pool(BUFFER_NBYTES)
         self.last: Save | None = None
         self.listed = listing.Listed()

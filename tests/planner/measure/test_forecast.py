@@ -12,6 +12,7 @@ from helpers import OddGPT, seeded, token_batches
 from torch import nn
 
 import zeroshard as zs
+from zeroshard import seam
 from zeroshard.config import Tier
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.planner.measure import forecast as module
@@ -166,7 +167,7 @@ def test_what_is_measured_is_the_step_that_runs(name, monkeypatch, strict_device
     watch("rehearsed", rehearsal.Rehearsal, "_step_class", lambda args: args[2], lambda args, kwargs: args[0].factor)
     watch("run", slab_step.SlabStepper, "_step_class", lambda args: args[3], lambda args, kwargs: args[1].factor)
 
-    monkeypatch.setattr(module, "copy_rates", lambda tiers: (1e9, 1e9))  # strict devices copy no bytes
+    monkeypatch.setattr(seam, "copy_rates", lambda tiers: (1e9, 1e9))  # strict devices copy no bytes
 
     def rank_run(rank: int) -> str:
         strict_device(rank, separate)
