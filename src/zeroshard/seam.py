@@ -6,7 +6,7 @@ engine = engine_of(model)
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -59,12 +59,13 @@ from .guard.uneven import Batch, Together, joining
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
 from .state.state_loading import Restoring, SavedState
+from .state.tied_copy import TiedCopy
 from .tiers.pool import BufferPool
 from .tiers.rehearsal import Rehearsal, copy_rates, rehearsal
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
-    "Engine", "NamedPart", "Snapshot", "StateSlice", "abort_peers", "engine_of", "find_engine", "loaded", "memory_of",
+    "Engine", "NamedPart", "Snapshot", "StateSlice", "TiedCopy", "abort_peers", "ally", "engine_of", "find_engine", "loaded", "memory_of",
     # what bytes are held for, and who is told of them
     "AVERAGES", "GATHERED", "GRADIENTS", "MASTERS", "OF_ACTIVATIONS", "OPTIMIZER", "PARAMETERS", "PARTIAL", "RESIDUALS",
     "SECONDARY", "STAGING", "Ledger", "Observer", "Traffic", "listener", "making",
@@ -181,6 +182,11 @@ class Engine:
         self._runtime.gate.saver = saver
 
     @property
+    def gathers(self) -> bool:
+        """True if each forward gathers some units (stage 3)."""
+        return any(unit.sharded for unit in self._runtime.units)
+
+    @property
     def loss_scaler(self) -> LossScaler | None:
         """The loss scale with its rule; None unless precision is fp16. `loss_scale` is the factor alone."""
         return self._runtime.progress.scaler
@@ -201,6 +207,10 @@ class Engine:
         Raise ConfigError if the model's optimizer was made since zs.shard and is refused.
         """
         return snapshot_of(self._runtime)
+
+    def sent_by_axis(self) -> Mapping[str, int]:
+        """Return the bytes that this rank has sent so far, by axis of the mesh."""
+        return self._runtime.tiers.ledger.sent_by_axis()
 
     def modules_of_units(self) -> list[tuple[str, list[nn.Module]]]:
         """Return the name of each unit, and the modules whose forwards gather it."""
@@ -245,6 +255,26 @@ class Engine:
     def agree_on_values(self) -> None:
         """Raise ModelMismatch on every rank if data-parallel ranks have written different values to a parameter (collective)."""
         self._runtime.values.agree()
+
+    def flush(self) -> None:
+        """Reduce the gradients that were summed locally (collective)."""
+        self._runtime.flush()
+
+    def hold_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add (whole parameter, its local gradient) pairs that were computed without autograd's hooks, and hold them back."""
+        self._runtime.hold(gradients)
+
+    def begin_reductions(self) -> None:
+        """Start to reduce all gradients that are held back; `flush`, called on all ranks, waits for the reductions."""
+        self._runtime.begin_reductions()
+
+    def holding_gradients(self, reduce: bool) -> AbstractContextManager[None]:
+        """Context of a backward whose gradients are held back and summed. reduce: start to reduce the sums at its end."""
+        return self._runtime.holding(reduce)
+
+    def tied_copy(self, param: nn.Parameter, counted: bool) -> TiedCopy:
+        """Return access to a parameter of which other stages hold a copy. counted: norms count this one."""
+        return TiedCopy(self._runtime, param, counted)
 
     def refuse_ended(self, verb: str) -> None:
         """Raise ZeroshardError if the data of some rank has ended (`zs.join`), so that it can not take part in `verb`."""
@@ -347,6 +377,13 @@ def find_engine(model: nn.Module) -> Engine | None:
     """Return the engine of a module that was itself given to zs.shard, else None."""
     runtime = model.__dict__.get("_zeroshard")
     return None if runtime is None else Engine(runtime)
+
+
+def ally(engines: Iterable[Engine]) -> None:
+    """Let the optimizers of models that train together share one gradient norm, and one decision to skip a step."""
+    cores = [engine.optimizer.core for engine in engines if engine.optimizer is not None]  # type: ignore[attr-defined]
+    for core in cores:
+        core.allied = cores
 
 
 def memory_of(param: nn.Parameter) -> Tensor:

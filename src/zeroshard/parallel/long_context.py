@@ -17,8 +17,8 @@ from ..activations.checkpoint import checkpoint_activations
 from ..activations.token_tiles import tile_loss, tile_mlps, untile
 from ..api import shard
 from ..config import Offload
-from ..engine.runtime import runtime_of
 from ..errors import ConfigError
+from ..seam import engine_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,5 +83,5 @@ def long_context(
             config.use_cache = cached
         raise
     for note in notes:
-        runtime_of(model).schedule.note(note)
+        engine_of(model).note(note)
     return sharded

@@ -32,8 +32,8 @@ from ..activations.sequence_parallel import check as check_sequences
 from ..activations.ulysses import sequence_of
 from ..config import Config, Tier, read_layout
 from ..data.sequence import IGNORED, check_same, cut
-from ..engine.runtime import runtime_of
 from ..errors import ConfigError
+from ..seam import engine_of
 from ..utils.axes import AXES, other_model_axes, planned_otherwise
 from ..utils.torch_compat import is_distributed
 from .experts import divide_experts, divisible, expert_imbalance
@@ -275,10 +275,10 @@ class Parallel:
             if self.pipeline is not None:
                 return self._over_sequences(self.pipeline.step(inputs, target=targets, **more))
             losses = []
-            runtime = runtime_of(self.model)
-            tier = runtime.config.offload_gradient.tier
+            engine = engine_of(self.model)
+            tier = engine.config.offload_gradient.tier
             # where gradients rest off the device each backward reduces: the device may have no memory for unsharded sums in fp32
-            away = tier is Tier.DISK or (tier is Tier.HOST and runtime.comm.streams.separate_host)
+            away = tier is Tier.DISK or (tier is Tier.HOST and engine.ranks.streams.separate_host)
             for number, (x, y, others) in enumerate(self._micro_batches(inputs, targets, more), start=1):
                 held = number < self.micro_batches and not away
                 with api.accumulate(self.model) if held else contextlib.nullcontext():
@@ -395,4 +395,4 @@ class Parallel:
 
     @property
     def world_size(self) -> int:
-        return runtime_of(self.model).topology.world.world_size
+        return engine_of(self.model).world.world_size

@@ -31,8 +31,8 @@ from ..comm.backend_select import is_imagined
 from ..comm.shared_memory import SharedComm
 from ..diagnostics.verdict import judge
 from ..engine.comm.process_group import DistComm
-from ..engine.runtime import runtime_of
 from ..errors import ConfigError, did_you_mean
+from ..seam import ally, engine_of
 from ..utils import torch_compat
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import is_distributed, stage_backward_weight
@@ -91,16 +91,16 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> tuple[tuple, list | None]:
-        runtime = runtime_of(self.submod)
-        whole = any(unit.sharded for unit in runtime.units)  # stage 3 releases parameters, so "input" runs the full backward
+        engine = engine_of(self.submod)
+        whole = engine.gathers  # stage 3 releases parameters, so "input" runs the full backward
         if backward_type == "weight" and whole:
             return (), None
         if backward_type == "weight":
             weights = [_Weight(param) for param in self.submod.parameters() if param.requires_grad]
             stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])
-            runtime.hold((weight.param, weight.grad) for weight in weights if weight.grad is not None)
+            engine.hold_gradients((weight.param, weight.grad) for weight in weights if weight.grad is not None)
             return (), None
-        with runtime.holding(reduce=last_backward):
+        with engine.holding_gradients(reduce=last_backward):
             if backward_type == "input" and whole:
                 if bwd_kwargs["output_grads"] is None:  # the last stage: torch has put its loss into a tuple
                     bwd_kwargs = bwd_kwargs | {"stage_output": bwd_kwargs["stage_output"][0]}
@@ -111,7 +111,7 @@ class _Stage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         # a StallError names the last noted tensor as what this rank waits for
         wanted = f"activations of micro-batch {fwd_chunk_id} from stage {self.stage_index - 1}"
-        runtime_of(self.submod).comm.progress.note(f"pipeline stage {self.stage_index}: {wanted}")
+        engine_of(self.submod).ranks.progress.note(f"pipeline stage {self.stage_index}: {wanted}")
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -126,7 +126,7 @@ class _Stage(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         wanted = f"gradients of micro-batch {bwd_chunk_id} from stage {self.stage_index + 1}"
-        runtime_of(self.submod).comm.progress.note(f"pipeline stage {self.stage_index}: {wanted}")
+        engine_of(self.submod).ranks.progress.note(f"pipeline stage {self.stage_index}: {wanted}")
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _warmup_backward_result(self, received_result: Any = None) -> Any:
@@ -144,7 +144,7 @@ class _Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Start the reductions after the step's last backward. No scaling: `_build` divides each loss by the micro-batches."""
-        runtime_of(self.submod).begin_reductions()
+        engine_of(self.submod).begin_reductions()
 
 
 class _OldStage(_Stage):
@@ -216,8 +216,8 @@ class Pipeline:
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.micro_batches, self.loss = micro_batches, loss
         self.variant: object = None  # set by callers whose inputs stand for others: what distinguishes the shapes of these
-        self.runtimes = [runtime_of(stage) for stage in self.stages]
-        self.device = self.runtimes[0].comm.device
+        self.engines = [engine_of(stage) for stage in self.stages]
+        self.device = self.engines[0].ranks.device
         self._agree(schedule)
         self.schedule, self._class = schedule_class(schedule)
         self.count = self.ranks * len(self.stages)
@@ -226,17 +226,15 @@ class Pipeline:
         self.own = all_ranks[self.rank]
         self._built: dict[tuple, PipelineScheduleSingle | PipelineScheduleMulti] = {}  # by shapes of the inputs
         self._made: list[_Stage] = []
-        timeout = datetime.timedelta(seconds=self.runtimes[0].config.stall_timeout_s)
+        timeout = datetime.timedelta(seconds=self.engines[0].config.stall_timeout_s)
         if not is_imagined():
             torch_compat.set_timeout(timeout, self.group)  # waits for another stage have the same timeout as all others
         self.tied = TiedParameters(self.stages, self.own, self.group, self.rank_of)
-        cores = [runtime.optimizer.core for runtime in self.runtimes if runtime.optimizer is not None]
-        for core in cores:
-            core.allied = cores  # all stages share one gradient norm and one decision to skip a step
-        for runtime in self.runtimes:
-            if any(unit.sharded for unit in runtime.units):
+        ally(self.engines)  # all stages share one gradient norm and one decision to skip a step
+        for engine in self.engines:
+            if engine.gathers:
                 times = 2 * self.micro_batches
-                runtime.schedule.note(
+                engine.note(
                     f"a pipeline at stage 3 gathers each unit {times} times a step; raise max_live_parameters to keep some gathered"
                 )
 
@@ -246,7 +244,7 @@ class Pipeline:
         mine = (wrong, str(schedule).lower(), self.micro_batches, len(self.stages))
         told = exchange_objects(mine, self.group)
         wrong = next((row[0] for row in told if row[0]), None)
-        steps = exchange_objects(any(runtime.optimizer is not None for runtime in self.runtimes), self.group)
+        steps = exchange_objects(any(engine.optimizer is not None for engine in self.engines), self.group)
         if wrong is None and any(steps) and not all(steps):
             wrong = (
                 f"the stages of rank {steps.index(False)} of the pipeline were sharded without an optimizer, others with one, but all stages "
@@ -258,13 +256,13 @@ class Pipeline:
                 f"got {[row[1:] for row in told]}."
             )
         payload = f"{wrong or ''}|{self.micro_batches}".encode()
-        for runtime in self.runtimes:
-            everyone = [part.decode().rpartition("|") for part in runtime.comm.exchange(payload, "zs.Pipeline")]
+        for engine in self.engines:
+            everyone = [part.decode().rpartition("|") for part in engine.ranks.exchange(payload, "zs.Pipeline")]
             wrong = wrong or next((text for text, _, _ in everyone if text), None)
             counts = [int(number) for _, _, number in everyone]
             if len(set(counts)) > 1 and wrong is None:
                 wrong = (
-                    f"micro_batches: data-parallel ranks {runtime.comm.ranks} have {counts}: give all the same number, since each reduces "
+                    f"micro_batches: data-parallel ranks {engine.ranks.ranks} have {counts}: give all the same number, since each reduces "
                     "its gradients once a step."
                 )
         wrong = next((text for text in exchange_objects(wrong, self.group) if text), None)
@@ -291,8 +289,8 @@ class Pipeline:
                 f"rank {self.rank} of the pipeline runs stages {own} of {count} with schedule {schedule}: expected these, got "
                 f"{given}."
             )
-        for runtime in self.runtimes if self.ranks > 1 else ():  # stages share the norm and the decision to skip a step
-            if runtime.optimizer is not None and runtime.topology.world is runtime.comm:
+        for engine in self.engines if self.ranks > 1 else ():  # stages share the norm and the decision to skip a step
+            if engine.optimizer is not None and engine.world is engine.ranks:
                 return (
                     "a stage of a pipeline was sharded over its data-parallel ranks alone (comm=): it would know neither the norm of the other "
                     "stages nor that they skip a step. Give zs.shard(stage, optimizer, mesh=mesh) the whole mesh, with its axis pp."
@@ -347,8 +345,8 @@ class Pipeline:
             self._explain(error)
             raise
         if training:
-            for runtime in self.runtimes:
-                runtime.flush()
+            for engine in self.engines:
+                engine.flush()
             self.tied.add()
         means = torch.zeros(self.micro_batches, dtype=torch.float32, device=self.device)
         if has_last:
@@ -360,7 +358,7 @@ class Pipeline:
 
     def _explain(self, error: RuntimeError) -> None:
         """Raise PeerFailed, with the failed rank's error, if `error` is a broken connection to a stage whose rank has failed."""
-        world, deadline = self.runtimes[0].topology.world, time.monotonic() + _PATIENCE_S
+        world, deadline = self.engines[0].world, time.monotonic() + _PATIENCE_S
         if not any(word in str(error).lower() for word in ("connection", "gloo", "nccl", "timed out")):
             return
         late = "timed out" in str(error).lower()  # the rank may be slow, not failed: no message is to be expected
@@ -418,7 +416,7 @@ class Pipeline:
             place = cast(Stage, self.stages[0]).pipeline_stage
             hidden = torch.Size((*inputs[0].shape[: place.leading], *place.width))
             sums = [(torch.Size([2 * place.experts + 1]), torch.float64)] * bool(place.experts)
-            return shapes + [[(hidden, self.runtimes[0].groups[0].values.dtype), *sums]] * self.count
+            return shapes + [[(hidden, self.engines[0].snapshot().groups[0].dtype), *sums]] * self.count
         for number in range(self.count):
             told: list[list | None] = [None]
             if number in self.own:

@@ -18,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.backend_select import is_imagined
-from ..engine.runtime import runtime_of
-from ..engine.unit import ParamGroup
 from ..errors import ModelMismatch
-from ..state.parameter_access import value_of
+from ..seam import TiedCopy, engine_of
 
 T = TypeVar("T")
 
@@ -34,20 +32,15 @@ class TiedParameters:
     ) -> None:
         """Set all copies to the value of the lowest stage's copy (collective). rank_of: number of a stage -> its rank."""
         self.group, self.sent_nbytes = group, 0
-        self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # sorted names of a tie -> stage -> this rank's copy
+        self.copies: dict[tuple, dict[int, TiedCopy]] = {}  # sorted names of a tie -> stage -> this rank's copy
         layout_of: dict[tuple, dict[int, tuple]] = {}  # the same for dtype, begin and end of this rank's slice, trained or not
         for number, stage in zip(own, stages, strict=True):
             place = getattr(stage, "pipeline_stage", None)
             for names in place.ties if place is not None else ():
                 wanted = stage.get_parameter(names[number])
-                held, index = next((g, i) for g in runtime_of(stage).groups for i, p in enumerate(g.params) if p is wanted)
-                tie = tuple(sorted(names.items()))
-                self.copies.setdefault(tie, {})[number] = held, index
-                home = held.homes[index]
-                held.counts = held.counts and number == min(names)  # so that norms count it once
-                whole = not held.trainable or held.gradients.replicated
-                span = (0, held.layout.slots[index].numel) if whole else (home.start, home.stop)
-                layout_of.setdefault(tie, {})[number] = str(held.values.dtype), span, held.trainable
+                copy, tie = engine_of(stage).tied_copy(wanted, counted=number == min(names)), tuple(sorted(names.items()))
+                self.copies.setdefault(tie, {})[number] = copy
+                layout_of.setdefault(tie, {})[number] = copy.layout()
         mine = exchange_objects(layout_of, group)
         self._before: dict[tuple, Tensor] = {}  # tie -> gradient of earlier steps, already summed over copies
         self.holders = {key: {number: rank_of[number] for number, _ in key} for told in mine for key in told}
@@ -75,28 +68,24 @@ class TiedParameters:
         for number, rank in others:
             value = None
             if lowest in held:
-                group, index = held[lowest]
-                value = value_of(group.params[index]).full()
+                value = held[lowest].full()
                 if rank != source:
                     dist.send(value.contiguous(), group=self.group, group_dst=rank)
             elif number in held:
-                group, index = held[number]
-                exact = group.masters.rest.dtype if group.masters.rest is not None else group.values.dtype
-                value = torch.empty(group.specs[index].shape, dtype=exact, device=group.comm.device)
+                value = held[number].empty()
                 dist.recv(value, group=self.group, group_src=source)
             if number in held and value is not None:
-                group, index = held[number]
-                value_of(group.params[index]).set_full(value)
+                held[number].set_full(value)
 
     def set_aside(self) -> None:
         """Keep gradients of earlier steps, which are summed over the copies already; called before the backwards of a step."""
         self._before = {}
         for key, held in self.copies.items():
-            group, index = next(iter(held.values()))
-            if group.gradients.reduced and group.active[index]:
-                self._before[key] = _gradient(group, index).clone()
+            first = next(iter(held.values()))
+            if first.reduced:
+                self._before[key] = first.gradient().clone()
                 for copy in held.values():
-                    _set_gradient(*copy, torch.zeros_like(self._before[key]))
+                    copy.set_gradient(torch.zeros_like(self._before[key]))
 
     def add(self) -> None:
         """Set each copy's gradient, after the reductions, to the sum over copies in the order of stages, plus earlier steps'."""
@@ -105,7 +94,7 @@ class TiedParameters:
             if held is None:
                 continue
             me = dist.get_rank(self.group)
-            parts: dict[int, Tensor] = {number: _gradient(*copy) for number, copy in held.items()}
+            parts: dict[int, Tensor] = {number: copy.gradient() for number, copy in held.items()}
             mine = next(iter(parts.values()))
             works: list[dist.Work | None] = []
             for number, rank in sorted(self.holders[key].items()) if mine.numel() else ():  # if this rank has a slice of it
@@ -124,8 +113,8 @@ class TiedParameters:
                 total += parts[number]
             if key in self._before:
                 total += self._before[key]
-            for group, index in held.values():
-                _set_gradient(group, index, total)
+            for copy in held.values():
+                copy.set_gradient(total)
 
 
 def exchange_objects(value: T, group: dist.ProcessGroup) -> list[T]:
@@ -134,23 +123,3 @@ def exchange_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     if not is_imagined():
         dist.all_gather_object(told, value, group=group)
     return told
-
-
-def _gradient(group: ParamGroup, index: int) -> Tensor:
-    """Return this rank's slice of the reduced gradient (stage 0: all of it), flat and contiguous; zeros if there is none."""
-    grads, home, slot = group.gradients, group.homes[index], group.layout.slots[index]
-    if not grads.reduced:
-        grads.zero()
-    place = (
-        grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.begin + home.stop - home.start)
-    )
-    return place.contiguous()
-
-
-def _set_gradient(group: ParamGroup, index: int, total: Tensor) -> None:
-    grads, home, slot = group.gradients, group.homes[index], group.layout.slots[index]
-    if grads.replicated:
-        grads.full[slot.offset : slot.stop].copy_(total)
-    else:
-        grads.store(home.begin, total)
-    grads.reduced, group.active[index] = True, True

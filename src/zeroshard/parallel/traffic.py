@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..engine.runtime import runtime_of
+from ..seam import engine_of
 from ..utils.axes import role
 from ..utils.torch_compat import TorchDispatchMode
 from .pipeline import Pipeline
@@ -58,7 +58,7 @@ class Traffic:
     """Counter of the bytes that this rank sends in a step, by axis, without control messages and losses."""
 
     def __init__(self, mesh: DeviceMesh, models: Sequence[nn.Module], pipeline: Pipeline | None = None) -> None:
-        self.runtimes, self.pipeline = [runtime_of(model) for model in models], pipeline
+        self.engines, self.pipeline = [engine_of(model) for model in models], pipeline
         names = [name for name in mesh.mesh_dim_names or () if role(name).cuts_parameters == "boxes" and mesh[name].size() > 1]
         self._axes: dict[str, tuple[str, int]] = {mesh[name].get_group().group_name: (name, mesh[name].size()) for name in names}
         self._found: dict[str, float] = {}
@@ -92,7 +92,7 @@ class Traffic:
 
     def _totals(self) -> dict[str, float]:
         sent = {} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}
-        for runtime in self.runtimes:
-            for axis, nbytes in runtime.tiers.ledger.sent_by_axis().items():
+        for engine in self.engines:
+            for axis, nbytes in engine.sent_by_axis().items():
                 sent[axis] = sent.get(axis, 0.0) + nbytes
         return sent
