@@ -57,6 +57,7 @@ from .engine.topology import Parts, Topology, needed
 from .errors import ConfigError
 from .guard.uneven import Batch, Together, joining
 from .reports.snapshot import Snapshot, snapshot_of
+from .state.parameter_info import ParameterInfo, info_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
 from .state.state_loading import Restoring, SavedState
 from .state.tied_copy import TiedCopy
@@ -65,7 +66,7 @@ from .tiers.rehearsal import Rehearsal, copy_rates, rehearsal
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
-    "Engine", "NamedPart", "Snapshot", "StateSlice", "TiedCopy", "abort_peers", "ally", "engine_of", "find_engine", "loaded", "memory_of",
+    "Engine", "NamedPart", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "abort_peers", "ally", "engine_of", "find_engine", "info_of", "loaded", "memory_of",
     # what bytes are held for, and who is told of them
     "AVERAGES", "GATHERED", "GRADIENTS", "MASTERS", "OF_ACTIVATIONS", "OPTIMIZER", "PARAMETERS", "PARTIAL", "RESIDUALS",
     "SECONDARY", "STAGING", "Ledger", "Observer", "Traffic", "listener", "making",
@@ -182,6 +183,11 @@ class Engine:
         self._runtime.gate.saver = saver
 
     @property
+    def replicated(self) -> bool:
+        """True if every rank steps all of the parameters: stage 0. The model must have an optimizer."""
+        return self._runtime.optimizer.core.replicated
+
+    @property
     def gathers(self) -> bool:
         """True if each forward gathers some units (stage 3)."""
         return any(unit.sharded for unit in self._runtime.units)
@@ -211,6 +217,11 @@ class Engine:
     def sent_by_axis(self) -> Mapping[str, int]:
         """Return the bytes that this rank has sent so far, by axis of the mesh."""
         return self._runtime.tiers.ledger.sent_by_axis()
+
+    def computed_parameters(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return each sharded parameter with the tensor that stands in its place while it is gathered."""
+        groups = [group for group in self._runtime.groups if group.values.sharded]
+        return [pair for group in groups for pair in zip(group.params, group.compute, strict=True)]
 
     def modules_of_units(self) -> list[tuple[str, list[nn.Module]]]:
         """Return the name of each unit, and the modules whose forwards gather it."""

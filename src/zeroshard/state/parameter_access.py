@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.comm.base import Comm
 from ..engine.comm.messages import exchange_values, sendable
 from ..engine.inner_optimizer import State
 from ..engine.optimizer import OptimizerCore
@@ -66,6 +67,16 @@ class ParameterPart(ABC):
             )
         self.param, self.home, self.group, self.index = param, home, home.group, home.index
         self.shape = self.group.specs[self.index].shape
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in its model."""
+        return self.home.name
+
+    @property
+    def ranks(self) -> Comm:
+        """The ranks that hold slices of the parameter."""
+        return self.group.comm
 
     @abstractmethod
     def local(self) -> Any:

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, NonFiniteError
-from ...seam import ShardedTensor, engine_of, exchange_values
+from ...seam import ParameterInfo, ShardedTensor, engine_of, exchange_values, info_of
 from ...state.parameter_access import ParameterPart, gradient_of, state_of, value_of
-from ...values.gathered_parameters import home_of
 from . import partition, stand_ins
 from .accelerator import always
 from .cpu_optimizers import FusedAdam
@@ -211,7 +210,7 @@ def _flat(parts: list[ParameterPart]) -> object:
     """
     found = []
     for part in parts:
-        whole, comm = part.full(), part.group.comm
+        whole, comm = part.full(), part.ranks
         if whole is None:  # the parameter has no state, since it never had a gradient
             whole = torch.zeros(part.shape)
         if not isinstance(whole, Tensor) or (not whole.dim() and part.shape):  # as a step count
@@ -263,7 +262,7 @@ def wrap(optimizer: Any, config: DeepSpeedConfig) -> Any:
     stage, dtype = int(config.zero_optimization_stage), config.model_dtype
     if optimizer is None:
         return None
-    if not optimizer.core.replicated:
+    if not engine_of(optimizer).replicated:
         cls = type(optimizer)
         optimizer.__class__ = type(cls.__name__, (SlicedStates, cls), {"__qualname__": cls.__qualname__})
     if not stage:
@@ -311,22 +310,24 @@ class SlicedStates:
         return {number: {key: change(params[number], value) for key, value in each.items()} for number, each in states}
 
 
-def _longest(home: Any) -> int:
-    return max(stop - start for start, stop in map(home.cut, range(home.comm.world_size)))
+def _longest(info: ParameterInfo) -> int:
+    return max(stop - start for start, stop in map(info.bounds, range(info.ranks.world_size)))
 
 
 def _slice(param: Tensor, value: object) -> object:
     if not isinstance(value, ShardedTensor):
         return value
-    local = value._local.detach().reshape(-1)
-    return nn.functional.pad(local, (0, _longest(home_of(param)) - local.numel())).clone()
+    local, info = value._local.detach().reshape(-1), info_of(param)
+    assert info is not None
+    return nn.functional.pad(local, (0, _longest(info) - local.numel())).clone()
 
 
 def _unsliced(param: Tensor, value: object) -> object:
-    home: Any = home_of(param)
-    if not isinstance(value, Tensor) or not value.dim() or value.numel() != _longest(home):
+    info = info_of(param)
+    if info is None or not isinstance(value, Tensor) or not value.dim() or value.numel() != _longest(info):
         return value
-    return home.wrap(value[: home.stop - home.start].to(home.comm.device), value.dtype)
+    start, stop = info.bounds()
+    return info.wrap(value[: stop - start])
 
 
 # -- the model's hooks at stage 3 ----------------------------------------------------------------------------------

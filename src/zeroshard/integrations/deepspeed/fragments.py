@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ...engine.parameter import ParamHome
+from ...seam import info_of
 from ...state.parameter_access import ParameterPart, gradient_of, state_of, value_of
 from ...values.gathered_parameters import home_of
 from .partition import is_zero_param
@@ -22,8 +22,8 @@ from .partition import is_zero_param
 def _part(part_of: Callable[..., ParameterPart], param: Tensor, key: str | None, local: bool) -> ParameterPart | None:
     """Return a part of a parameter (key: the name of a state); None unless it is a trained parameter of a sharded model."""
     assert not local or is_zero_param(param), "this function is for parameters that are partitioned: ZeRO stage 3"
-    home = home_of(param)
-    if not (isinstance(home, ParamHome) and home.group.trainable and param.requires_grad):
+    info = info_of(param)
+    if info is None or not (info.trainable and param.requires_grad):
         return None
     return part_of(param) if key is None else part_of(param, key)
 
@@ -34,7 +34,7 @@ def _get(part_of: Callable[..., ParameterPart], param: Tensor, key: str | None =
         return None
     found = part.local() if local else part.full()
     if found is None and key is not None and (names := part.names()):  # type: ignore[attr-defined]
-        raise ValueError(f"{key!r} not found in the optimizer state of {part.home.name}, which has {', '.join(names)}.")
+        raise ValueError(f"{key!r} not found in the optimizer state of {part.name}, which has {', '.join(names)}.")
     return _in_fp32(found)
 
 
@@ -80,12 +80,10 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
     While the engine sums locally (`no_sync`, `coalesce_grad_reduction`, micro-steps of stages 0 and 1), return the sum that this
     rank has, without the loss scale, as DeepSpeed does (not collective).
     """
-    home = home_of(param)
-    if home is None:
+    if home_of(param) is None:
         return param.grad
-    if isinstance(home, ParamHome) and (grads := home.group.grads) is not None and not home.group.runtime.sync:
-        found = grads.local_sum(home.index)
-        return None if found is None else _in_fp32(found / home.group.runtime.progress.loss_scale)
+    if (info := info_of(param)) is not None and info.sums_locally:
+        return _in_fp32(info.local_sum)
     return _get(gradient_of, param)
 
 

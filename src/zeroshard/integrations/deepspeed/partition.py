@@ -26,11 +26,8 @@ from torch import Tensor, nn
 from ...comm import backend_select
 from ...config import Tier
 from ...engine.comm.process_group import talking_device
-from ...engine.parameter import ParamHome
-from ...engine.runtime import runtime_of
 from ...engine.tensor.attributes import whole_now
-from ...engine.unit import Phase
-from ...seam import ReplicatedParameter, ShardedParameter
+from ...seam import ParameterInfo, ReplicatedParameter, ShardedParameter, engine_of, info_of
 from ...values.gathered_parameters import Gathering, home_of, is_gathered, refuse
 from ...values.init_context import BirthHome, cut_module, cut_whole, init, is_born, whole_births
 from . import communication
@@ -337,49 +334,53 @@ class MultipleAllGatherHandles:
 # -- attributes of a partitioned parameter --------------------------------------------------------------------------------
 
 
-def _home(param: Tensor) -> ParamHome | BirthHome:
-    """Return a partitioned parameter's home. Raise AttributeError below stage 3, where parameters have no ds_* attributes."""
+def _info(param: Tensor) -> ParameterInfo | BirthHome:
+    """Describe a partitioned parameter. Raise AttributeError below stage 3, where parameters have no ds_* attributes."""
+    info = info_of(param)
+    if info is not None and (info.sharded or info.persistent):
+        return info
     home = home_of(param)
-    if home is None or (isinstance(home, ParamHome) and not (home.group.values.sharded or _persists(home))):
+    if not isinstance(home, BirthHome):
         raise AttributeError(f"{type(param).__name__!r} object is not partitioned")
     return home
 
 
-def _persists(home: object) -> TypeGuard[ParamHome]:
+def _persists(info: object) -> TypeGuard[ParameterInfo]:
     """Return whether a parameter of stage 3 stays whole at rest."""
-    return isinstance(home, ParamHome) and home.group.whole
+    return isinstance(info, ParameterInfo) and info.persistent
 
 
 def _ds_id(param: Tensor) -> int:
     """Return a number that identifies a parameter, the same on every rank."""
-    home = _home(param)
-    # number of the flat buffer, then of the parameter in it
-    return (home.group.values.number << 16) + home.index if isinstance(home, ParamHome) else home.number
+    return _info(param).number
 
 
 def _ds_status(param: Tensor) -> ZeroParamStatus:
-    home = _home(param)
-    if _persists(home):
+    info = _info(param)
+    if _persists(info):
         return ZeroParamStatus.AVAILABLE
-    unit = home.group.unit if isinstance(home, ParamHome) else None
-    if unit is None or not (unit.depth or unit.in_backward):
-        return ZeroParamStatus.NOT_AVAILABLE
-    return ZeroParamStatus.AVAILABLE if unit.phase is Phase.READY else ZeroParamStatus.INFLIGHT
+    gathered = info.gathered if isinstance(info, ParameterInfo) else None
+    return {True: ZeroParamStatus.AVAILABLE, False: ZeroParamStatus.INFLIGHT, None: ZeroParamStatus.NOT_AVAILABLE}[gathered]
 
 
 def _ds_tensor(param: Tensor) -> Tensor:
     """Return this rank's slice, flat, with the attributes of DeepSpeed's `ds_tensor`."""
-    home = _home(param)
-    local: Any = (home.fetch(gradient=False) if _persists(home) else param._local).detach()  # type: ignore[attr-defined]
+    info = _info(param)
+    local: Any = (info.local() if _persists(info) else param._local).detach()  # type: ignore[attr-defined]
     local.ds_numel, local.status, local.final_location = local.numel(), ZeroParamStatus.AVAILABLE, None
-    if isinstance(home, ParamHome):
-        local.final_location = {Tier.HOST: "cpu", Tier.DISK: "nvme"}.get(home.group.values.tier)
+    if isinstance(info, ParameterInfo):
+        local.final_location = {Tier.HOST: "cpu", Tier.DISK: "nvme"}.get(info.tier)
     return local
 
 
+def _world_size(param: Tensor) -> int:
+    info = _info(param)
+    return (info.ranks if isinstance(info, ParameterInfo) else info.comm).world_size
+
+
 def _active_sub_modules(param: Tensor) -> set[int]:
-    home = _home(param)
-    return {home.group.unit.number} if isinstance(home, ParamHome) and home.group.unit.depth else set()
+    info = _info(param)
+    return {info.unit} if isinstance(info, ParameterInfo) and info.in_use else set()
 
 
 def _all_gather_coalesced(
@@ -387,9 +388,9 @@ def _all_gather_coalesced(
 ) -> MultipleAllGatherHandles:
     """Gather parameters until `partition` is called (collective)."""
     for each in params:
-        home = home_of(each)
-        in_use = isinstance(home, ParamHome) and home.group.runtime.in_forward  # inside a forward it is gathered where it is used
-        if home is not None and not in_use:
+        info = info_of(each)
+        in_use = info is not None and info.in_forward  # inside a forward it is gathered where it is used
+        if home_of(each) is not None and not in_use:
             _opened([each], write=True)
     return MultipleAllGatherHandles([])
 
@@ -422,14 +423,14 @@ def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, object]:
 
 _PROPERTIES: dict[str, Callable[[Tensor], object]] = {
     "ds_id": _ds_id,
-    "ds_shape": lambda param: _home(param) and param.shape,
-    "ds_numel": lambda param: _home(param) and param.numel(),
+    "ds_shape": lambda param: _info(param) and param.shape,
+    "ds_numel": lambda param: _info(param) and param.numel(),
     "ds_status": _ds_status,
     "ds_tensor": _ds_tensor,
-    "ds_persist": lambda param: _persists(_home(param)),
+    "ds_persist": lambda param: _persists(_info(param)),
     "ds_active_sub_modules": _active_sub_modules,
-    "ds_zero_partition_world_size": lambda param: _home(param).comm.world_size,
-    "is_external_param": lambda param: (_home(param), False)[1],  # no parameter needs to be registered
+    "ds_zero_partition_world_size": _world_size,
+    "is_external_param": lambda param: (_info(param), False)[1],  # no parameter needs to be registered
 }
 _METHODS: dict[str, Callable[..., object]] = {
     "all_gather": lambda param, param_list=None, async_op=False, hierarchy=0: (
@@ -443,8 +444,8 @@ for _class in (ShardedParameter, ReplicatedParameter):
     for _name, _get in _PROPERTIES.items():
         setattr(_class, _name, property(_get))
     for _name, _method in _METHODS.items():
-        # `_home` raises AttributeError for parameters that are not partitioned
-        _bound = functools.partial(lambda method, param: _home(param) and types.MethodType(method, param), _method)
+        # `_info` raises AttributeError for parameters that are not partitioned
+        _bound = functools.partial(lambda method, param: _info(param) and types.MethodType(method, param), _method)
         setattr(_class, _name, property(_bound))
 
 
@@ -492,6 +493,4 @@ def detach(model: nn.Module) -> None:
 
 
 def _pairs(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    for group in runtime_of(model).groups:
-        if group.values.sharded:
-            yield from zip(group.params, group.compute, strict=True)
+    return iter(engine_of(model).computed_parameters())
