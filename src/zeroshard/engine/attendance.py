@@ -1,8 +1,9 @@
-"""Attendance: ranks whose data has ended take part in each collective of the ranks that still have data (data/uneven.py).
+"""Attendance: which ranks still have data. A rank whose data has ended joins each collective of the others (data/uneven.py).
 
-    end of backward    each rank sends, ahead of the masks: has its data ended, number of backwards, of calls of zero_grad, which
-                       calls it has made that every rank must make
-    once one ended     ranks with data announce each event before it; ranks without data do the same, with zero weight
+    end of backward    every rank sends a header ahead of its masks: whether its data has ended, how often it has called backward
+                       and zero_grad, and a digest of its calls that every rank must make
+    a rank has ended   the ranks with data announce each gather, reduction, clip and step before it; the ranks without data then
+                       do the same, with gradients of zero
 
 As long as no rank's data has ended this costs fifteen bytes in a message that is sent in any case. Where a gather needs every
 rank, ranks inside `zs.join` send one message more in each forward: before its first gather they must know who has data.
@@ -21,9 +22,9 @@ from .comm.base import DirectComm
 from .gradient_account import GradientAccount
 from .unit import Phase, Unit
 
-_HEADER = struct.Struct("<BIHHHI")  # flags, backwards, calls of zero_grad, calls that every rank makes: number and digest
+_HEADER = struct.Struct("<BIHHHI")  # flags; backwards; calls of zero_grad, to None and to zeros; `calls`: number and digest
 _ENDED, _LAST = 1, 2  # flags: this rank's data has ended; it computes with its last batch (zs.stop_together)
-_MOST_CALLS = 32  # since the last backward; of more calls none is compared
+_MOST_CALLS = 32  # a rank with more calls than this since its last backward does not compare them
 _NEXT = "what comes next"  # label of the message by which ranks with data announce an event
 
 
@@ -32,7 +33,7 @@ class Attendance:
 
     ended: ranks whose data has ended, as far as all ranks know. serving: this rank is one of them, and follows the others.
     share: batches of this step / batches if every rank still had data. Reductions take the mean over all ranks, so the runtime
-    divides by it.
+    divides it by `share`: if rank 0 has gradient 6 and rank 1 no data, the mean is (6 + 0) / 2 = 3, `share` 0.5, and 3 / 0.5 = 6.
     """
 
     def __init__(self, comm: DirectComm, units: list[Unit], account: GradientAccount) -> None:
@@ -52,15 +53,15 @@ class Attendance:
         self.zeroed = [0, 0]  # calls of zero_grad since the last exchange: to None, to zeros
         self.behind = [0, 0]  # calls of zero_grad that the leader has made and this rank has not: to None, to zeros
         self.unasked = True  # no exchange since the present forward began: one must come before its first gather
-        self.calls: list[str] = []  # what this rank has called since the last backward that every rank must call
-        self.compared = True  # calls are still compared: no difference was printed
+        self.calls: list[str] = []  # the calls that every rank must make and this rank has made since the last backward
+        self.compared = True  # False once a difference was printed
 
     @property
     def everyone_ended(self) -> bool:
         return len(self.ended) == self.comm.world_size
 
     def remark(self) -> str:
-        """Return the text with the number of the step that follows an operation in labels (see `comm.control.operation`)."""
+        """Return the remark " [step 3]" for the end of a label; ranks must agree on the label without it (comm/control.py)."""
         return f" [step {self.steps + 1}]" if not self.serving else f" [its data ended after step {self.steps}]"
 
     # -- the end of a backward -------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ class Attendance:
         return _HEADER.pack(flags, self.account.plain, *zeroed, len(self.calls), _digest(self.calls))
 
     def meet(self, headers: list[bytes] | None) -> None:
-        """Update this view with the headers of all ranks, by rank, at the end of a backward; None: all have sent this rank's."""
+        """Update this view with the headers of all ranks, in rank order, at the end of a backward; None: all are equal."""
         self.meetings += 1
         if headers is None and not (self.serving or self.last or self.ended):
             self.lasts = self.latest = frozenset()
@@ -84,7 +85,7 @@ class Attendance:
         self.lasts = frozenset(rank for rank, row in enumerate(rows) if row[0] & _LAST)
         ended = frozenset(rank for rank, row in enumerate(rows) if row[0] & _ENDED)
         self._note(ended, [list(row[2:4]) for row in rows])
-        dropped = sum(rows[self.leader][2:4])  # a rank that called zero_grad less often will drop its gradients: they don't count
+        dropped = sum(rows[self.leader][2:4])  # a rank that called zero_grad less often drops its gradients next: not counted
         backwards = [row[1] if sum(row[2:4]) >= dropped else 0 for row in rows]
         self.share = sum(backwards) / (max(backwards) * len(rows)) if ended and any(backwards) else 1.0
 
@@ -93,9 +94,9 @@ class Attendance:
         self.calls.clear()
 
     def _compare(self, calls: list[tuple[int, int]]) -> None:
-        """Print, once, which calls this rank has made and others have not. calls: by rank, their number and digest.
+        """Print, once, which calls this rank has made and others have not. calls: number and digest of each rank.
 
-        Where ranks share memory such a call returns, and the program would first stall on a cluster.
+        Said here since ranks that share memory do not stall in such a call: the program would first stall on a cluster.
         """
         fewer = [rank for rank, (number, _) in enumerate(calls) if number < len(self.calls)]
         if not fewer or len(self.calls) > _MOST_CALLS:
@@ -119,7 +120,7 @@ class Attendance:
         going_on = [rank for rank in range(len(zeroed)) if rank not in ended]
         if going_on:
             self.leader = going_on[0]
-        elif self.leader in self.ended:  # it ended earlier, so ranks whose data ends now have gone further
+        elif self.leader in self.ended:  # no rank has data, and the leader's ended before: those ending now took more steps
             self.leader = min(ended - self.ended)
         self.latest = ended - self.ended
         self.behind = [theirs - mine for theirs, mine in zip(zeroed[self.leader], zeroed[self.comm.rank], strict=True)]
@@ -164,10 +165,10 @@ class Attendance:
         self.note(what)
 
     def note(self, what: str) -> None:
-        """Note a call that every rank must make, for the ranks that wait in vain for one that does not."""
+        """Record a call that every rank must make, so that `_compare` and reports of stalls can tell which rank lacks it."""
         if self.together and not self.joined:
             self.comm.progress.note_call(what)
-            if len(self.calls) <= _MOST_CALLS:  # a server calls forwards without end
+            if len(self.calls) <= _MOST_CALLS:  # bounded, since a server runs forwards and no backward, which clears it
                 self.calls.append(what)
 
     def refuse(self, what: str) -> None:
