@@ -61,7 +61,7 @@ class Attendance:
         return len(self.ended) == self.comm.world_size
 
     def remark(self) -> str:
-        """Return the remark " [step 3]" for the end of a label; ranks must agree on the label without it (comm/control.py)."""
+        """Return the remark " [step 3]" for the end of a label, in which ranks may differ (engine/comm/control.py: operation)."""
         return f" [step {self.steps + 1}]" if not self.serving else f" [its data ended after step {self.steps}]"
 
     # -- the end of a backward -------------------------------------------------------------------------------
