@@ -39,10 +39,7 @@ from .tensor.state_column import StateColumn
 
 
 class Links:
-    """The links between the tiers of one rank: copies, which its ledger counts, and memory for them.
-
-    separate: the device has a memory of its own.
-    """
+    """The links between one rank's tiers: copies, counted in its ledger, and buffers. separate: the device has its own memory."""
 
     def __init__(self, device: torch.device, streams: Streams, ledger: Ledger) -> None:
         self.device, self.streams, self.ledger, self.separate = device, streams, ledger, streams.separate_host
@@ -187,10 +184,7 @@ class Departure(ABC):
 
     @abstractmethod
     def leave(self, add: bool) -> Tensor | None:
-        """Start to move the reduction's result to `rest`. add: to the gradient that is there.
-
-        Return its sum of squares, computed on the device, if that has a memory of its own and nothing is added; else None.
-        """
+        """Start to move the result to `rest` (add: onto what is there). Return its square sum where a separate device has it."""
 
     @abstractmethod
     def progress(self) -> None:

@@ -180,10 +180,7 @@ class RunStates:
 
 
 class RunMaker:
-    """Makes the runs of one optimizer.
-
-    state: the inner optimizer's `state`. alone: ids of parameters that are stepped as a whole, each in a run of its own.
-    """
+    """Makes the runs of one optimizer. state: the inner one's. alone: ids of parameters stepped as a whole, a run for each."""
 
     def __init__(self, state: dict[Tensor, State], tiers: Tiers, alone: set[int]) -> None:
         self.state, self.tiers, self.alone = state, tiers, alone

@@ -198,8 +198,7 @@ class Runtime:
         else:
 
             def reached(_: Tensor) -> None:
-                # queue the callback of the end here, in the outer backward: queued first in the nested backward of a reentrant
-                # checkpoint, it would be called when that ends
+                # here, in the outer backward: a callback from a reentrant checkpoint's nested one would be called when that ends
                 self._await_end()
 
             for tensor in find_tensors(output):
@@ -310,10 +309,7 @@ class Runtime:
         return torch.is_grad_enabled() or self.training or self.in_backward
 
     def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments with tensors passed through an identity, whose backward tells that the unit's backward is over.
-
-        For units of which some parameters bring no gradient (`Unit.marked`), so that the last gradient can not tell it.
-        """
+        """Return the arguments, passed through an identity whose backward tells that the unit's is over (see `Unit.marked`)."""
         tensors = [t for t in find_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, ShardedTensor)]
         if not tensors or not torch.is_grad_enabled() or not unit.sharded:  # no backward passes these inputs
             return args, kwargs
