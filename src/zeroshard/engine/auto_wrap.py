@@ -232,7 +232,7 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
 
 
 def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of every module that `units` selects, never the root module. option: name of it, for errors."""
+    """Return (name, module) of every module that `units` selects, never the root module. option: its name in errors."""
     named = [(own_name(model, n), module) for n, module in model.named_modules() if module is not model and _is_called(module)]
     if units == "model":
         return []

@@ -37,9 +37,9 @@ class GradientAccount:
     backwards: number of backwards that are over on all ranks. plain: number of this rank's backwards without a weight
     (zs.backward), the one that is ending included. weighing: weight of the backward that runs; None: it has none. weight: sum of
     this rank's weights. unweighted: some gradients came without a weight. held: some rank may hold sums back (zs.accumulate); the
-    same on every rank. lost: a failed backward has dropped earlier gradients. unscaled: reduced gradients were divided by the loss scale.
-    share: number by which they were divided to be a mean over the ranks that had a batch (zs.join). clipped: result of the last
-    clip, until another backward begins.
+    same on every rank. lost: a failed backward has dropped earlier gradients. unscaled: reduced gradients were divided by the
+    loss scale. share: number by which they were divided to be a mean over the ranks that had a batch (zs.join). clipped: result
+    of the last clip, until another backward begins.
     """
 
     def __init__(self) -> None:

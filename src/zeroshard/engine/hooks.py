@@ -89,7 +89,7 @@ def detach(runtime: Runtime) -> None:
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Ignore the step of a version counter by which a forward registers a parametrization (PEFT's LoRA): no value was written."""
+    """Ignore that a version counter advances as a forward registers a parametrization (PEFT's LoRA): no value was written."""
     if type(module) is ParametrizationList and param is not None:
         for runtime in attached():
             for unit in runtime.units:
@@ -99,8 +99,7 @@ def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Non
 def _backward_failed(error: BaseException) -> None:
     """Find the model in whose backward an error was raised, and let its watch replace the error (out of memory, say)."""
     runtimes = [found for found in attached() if not found.closed]
-    # which of the running backwards was it? On CPUs, where ranks may be threads of this process, the one of this thread; on a GPU
-    # threads can not tell, since autograd runs hooks on a thread of the device
+    # on CPUs, where ranks may be threads, it was this thread's; on a GPU threads can not tell, as autograd's hooks run on its own
     running = [(each, each.backward) for each in runtimes if each.backward is not None and each.backward.thread is not None]
     running = [each for each in running if each[0].comm.device.type != "cpu" or each[1].thread == threading.get_ident()]
     for _, backward in running:

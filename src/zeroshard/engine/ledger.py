@@ -76,7 +76,7 @@ class Observer:
     """An object that hears of each change of a ledger when it is counted. A subclass overrides the methods that it needs.
 
     Threads: the one that counts calls the methods: the rank's own, autograd's, a delayed update's, or one that drops gathered
-    memory. Two may call at once, and one call may come inside of another. Methods return soon, do not raise or use the model.
+    memory. Two may call at once, and one call may come inside of another. Methods must return soon, not raise, not use the model.
     """
 
     def allocated(self, category: str, nbytes: int, tier: Tier) -> None:

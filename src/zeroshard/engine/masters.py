@@ -1,4 +1,4 @@
-"""Master weights: a copy of the values that the optimizer steps where these have low precision or are out of its reach.
+"""Master weights: a copy of the values, which the optimizer steps where the values are rounded or out of its reach.
 
 the user writes w1      values  w0 [w1] w2      `dirty` has the index of w1; its master is out of date
 follow                  masters w0 [w1] w2      copies w1 from the values, before each step and each read of masters

@@ -71,7 +71,7 @@ class ParamSpec:
 
 
 class ParamHome(Home):
-    """Owner of this rank's slice of parameter `index` of a group, and of its gradient's and optimizer states'.
+    """Owner of this rank's slices of parameter `index` of a group, of its gradient and of its optimizer states.
 
     start, stop: the slice in the flattened parameter. begin, end: in this rank's shard. Two ranks with shards 1 2 and 3 0 of
     w = 1 2 3: rank 1 has [start, stop) = [2, 3) and [begin, end) = [0, 1).

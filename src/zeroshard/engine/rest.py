@@ -184,7 +184,7 @@ class Departure(ABC):
 
     @abstractmethod
     def leave(self, add: bool) -> Tensor | None:
-        """Start to move the result to `rest` (add: onto what is there). Return its square sum where a separate device has it."""
+        """Start to move the result to `rest`, or add it. Return its square sum if the device is separate and nothing is added."""
 
     @abstractmethod
     def progress(self) -> None:

@@ -138,7 +138,7 @@ class Runtime:
         return self.sharded_optimizer
 
     def expected_optimizer(self) -> str:
-        """Return what to say where the model's optimizer is needed, and there is none."""
+        """Return the text of the error of a verb that needs an optimizer, where the model has none."""
         made = ", ".join(sorted(type(each).__name__ for each in self.awaiting)) or "none"
         return (
             f"this model has no optimizer: expected one of its parameters, got {made}. Give zs.shard one, or make one after it, with a "

@@ -134,7 +134,7 @@ class Inventory:
 def _master_dtype(
     config: Config, dtype: torch.dtype, values: Tier, states: Tier, separate: bool, rounded: bool
 ) -> torch.dtype | None:  # fmt: skip
-    """Return the dtype of masters, or None; int16: the half that bf16 values lack. values, states: tiers. rounded: values are."""
+    """Return the masters' dtype, or None; int16: the bits that bf16 values lack. values, states: tiers. rounded: values are."""
     if config.master_weights and dtype in (torch.bfloat16, torch.float16):
         return torch.int16 if config.master_weights == "split" and dtype == torch.bfloat16 else torch.float32
     # masters are needed where the step can not reach the values, or runs beside forward and backward (a delayed update)

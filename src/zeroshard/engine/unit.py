@@ -274,7 +274,7 @@ class Unit:
         self._guarded = [
             param for group in self.gathered if not group.values.mapped for param in group.compute if type(param) is nn.Parameter
         ]
-        here = weakref.ref(self)
+        here = weakref.ref(self)  # weak, since parameters that the program keeps refer to the class that refers to the function
 
         def gather_for_backward() -> None:  # a backward uses a compute parameter that was kept beyond its forward
             unit = here()

@@ -4,7 +4,7 @@ moved        raise if states are away (zs.offload_states)
 recover      clear the state of a failed backward, and release the units that it had gathered
 invalidate   units drop copies that they fetched or gathered ahead of use, and wait for copies to the device that read shards
 delayed      wait for the host's step of a delayed update
-saver        wait until a save in the background has copied
+saver        wait until a save in the background has copied what it saves
 stepper      the host's step drops the states that it has read ahead
 """
 
