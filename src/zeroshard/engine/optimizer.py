@@ -401,7 +401,7 @@ class OptimizerCore:
         """Finish a delayed update, so that parameters, masters and states are of one step (collective if one was pending)."""
         self.runtime.gate.wait()
         if self.delayed is not None and self.delayed.unpublished:
-            self.comm.fence_write()
+            self.comm.fence_write()  # until no peer reads the shards that `_publish_delayed` writes
             self.runtime.gate.invalidate()
             self.publish(self._publish_delayed())
 
@@ -440,7 +440,7 @@ class OptimizerCore:
                 work.wait()
             if works:
                 self.comm.exchange(b"", "parameters gathered")  # no rank may write shards that a peer still copies
-        self.comm.fence_read()
+        self.comm.fence_read()  # until all ranks have written their shards, which the next gathers read
 
     def states_changed(self) -> None:
         """Enter the inner optimizer's states in the ledger; `Tiers.rest` enters columns of shards when it makes them."""

@@ -137,7 +137,7 @@ class ParamHome(Home):
     def before_write(self) -> None:
         self.group.begin_write()
         self.group.unit.writes += 1
-        self.group.comm.control.fence_write()
+        self.group.comm.control.fence_write()  # until no peer reads the slice in place
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.values.rest.store(self.begin + offset, local)

@@ -210,7 +210,7 @@ class Runtime:
             return map_tensors(self._scale_gradient, cast_floating(output, torch.float32))
         # a nested forward: its gradients are scaled here only if backward starts at this output, before the outer forward ends;
         # a later backward starts at the outer forward's output, whose hook has scaled the gradient already
-        outer = weakref.ref(self.forwards[0])
+        outer = weakref.ref(self.forwards[0])  # weak: it has the call's frame and arguments, and the hook lives in the graph
         begins = lambda: bool(self.forwards) and self.forwards[0] is outer()  # noqa: E731
         return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
