@@ -11,8 +11,9 @@ class Attendance:
     """What the engine asks and tells about ranks whose data has ended; each method here does what suits ranks that all have data.
 
     ended: ranks whose data has ended, as far as all ranks know. serving: this rank is one of them, and follows the others. joined: it
-    is inside `zs.join`. share: batches of this step / batches if every rank still had data; reductions take the mean over all ranks, so
-    the runtime divides by it. steps: number of optimizer steps of all ranks; labels of operations show the next number.
+    is inside `zs.join`. share: batches of this step / batches if every rank still had data. Reductions take the mean over all ranks, so
+    the runtime divides it by `share`: if rank 0 has gradient 6 and rank 1 no data, the mean is (6 + 0) / 2 = 3, `share` 0.5, and
+    3 / 0.5 = 6. steps: number of optimizer steps of all ranks; labels of operations show the next number.
     """
 
     ended: frozenset[int] = frozenset()
@@ -25,7 +26,7 @@ class Attendance:
         self.gathers_meet = not comm.alone and self.gathers and any(unit.meets or unit.staged for unit in units)
 
     def remark(self) -> str:
-        """Return the text with the number of the step that follows an operation in labels (see `comm.control.operation`)."""
+        """Return the remark " [step 3]" for the end of a label, in which ranks may differ (engine/comm/control.py: operation)."""
         return f" [step {self.steps + 1}]"
 
     def header(self) -> bytes:
@@ -33,7 +34,7 @@ class Attendance:
         return b""
 
     def meet(self, headers: list[bytes] | None) -> None:
-        """Take the headers of all ranks, by rank, at the end of a backward; None: all have sent this rank's."""
+        """Take the headers of all ranks, in rank order, at the end of a backward; None: all are equal."""
 
     def begin_forward(self) -> None:
         """Note that a forward of the model begins."""
@@ -54,7 +55,7 @@ class Attendance:
         self.note(what)
 
     def note(self, what: str) -> None:
-        """Note a call that every rank must make, for the ranks that wait in vain for one that does not."""
+        """Record a call that every rank must make, so that reports of stalls can tell which rank lacks it."""
 
     def refuse(self, what: str) -> None:
         """Raise ZeroshardError if the data of some rank has ended: `what` needs every rank, and is not announced to it."""

@@ -31,7 +31,7 @@ from .part import Cut, Piece, class_and_name, distribution_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 ROOT = "(root)"  # the unit that stays gathered from the beginning of a pass to its end
-LARGE_FRACTION = 0.25  # a module outside the blocks gets its own unit from this fraction of the largest block's elements
+LARGE_FRACTION = 0.25  # a module outside the blocks with this fraction of the largest block's elements gets its own unit
 
 
 @dataclass(eq=False)
@@ -200,7 +200,7 @@ def device_of(specs: list[ParamSpec]) -> torch.device:
 
 def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
     """Partition the parameters into units, in the order of the model; every spec is in exactly one unit."""
-    # another model lays such a parameter out in the same way (parallel/tied.py)
+    # tied to another pipeline stage's parameter: as a unit of its own it has the same shards in both stages (parallel/tied.py)
     alone = [spec for spec in specs if getattr(spec.original, "unit_of_its_own", False)]
     apart = [UnitPlan(spec.name, _unique(owner for owner, _ in spec.owners), [spec]) for spec in alone]
     blocks = find_blocks(model, config.units)
@@ -232,7 +232,7 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
 
 
 def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of every module that `units` selects, never the root module. option: name of it, for errors."""
+    """Return (name, module) of every module that `units` selects, never the root module. option: its name in errors."""
     named = [(own_name(model, n), module) for n, module in model.named_modules() if module is not model and _is_called(module)]
     if units == "model":
         return []
@@ -298,7 +298,7 @@ def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: l
             plan.specs.append(spec)
         else:
             root.specs.append(spec)
-            # called directly, without the root's forward, these modules still find their parameters
+            # so that these modules gather the root unit if the program calls them directly, without the root's forward
             root.modules = _unique([*root.modules, *owners])
     return [*by_owner.values(), *([root] if root.specs else [])]
 

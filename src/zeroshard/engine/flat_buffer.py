@@ -1,8 +1,9 @@
-"""Flat buffers of parameters: each has a layout, a placement and a tier; a gather changes its placement, a release undoes that.
+"""Flat buffers of parameters: an all-gather makes a buffer whole on each rank, a release frees the whole and keeps the shard.
 
-A buffer in placement SHARDED keeps one shard per rank; `full` has memory only between gather and release:
-its storage is resized to nothing and back, so views that autograd saved stay valid. Where all ranks map one memory
-(`Region.common`), `full` is always valid and a gather moves nothing. Gradients have a flat buffer of the same layout (engine/reduction.py).
+A buffer in placement SHARDED keeps one shard per rank; `full` has memory only between gather and release. Its storage is resized
+to nothing and back, so that its views stay the same tensors: those that modules use, and those that autograd saved. Where all
+ranks map one memory (`Region.common`), `full` is always valid and a gather moves nothing. Gradients have a flat buffer of the
+same layout (engine/reduction.py).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .sizes import rests_away
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
-    """Return one view per slot, in its parameter's shape, with a version counter of its own: not that of `flat`."""
-    data = flat.data
+    """Return one view per slot, in its parameter's shape."""
+    data = flat.data  # the views have no part in the version counter of `flat`: a gather into it is no write to them for autograd
     return [data[slot.offset : slot.stop].view(slot.shape) for slot in layout.slots]
 
 
@@ -131,7 +132,7 @@ class ParameterBuffer:
         self.settle()
 
     def invalidate(self) -> None:
-        """Invalidate copies that the communicator keeps of the shard, once none reads it: the shard is about to be written."""
+        """Wait until no copy reads the shard, and drop the communicator's copies of it: the shard is about to be written."""
         self.settle()
         self.comm.invalidate(self.number)
 
@@ -171,8 +172,8 @@ class ParameterBuffer:
             self._present = False
 
     def detach(self) -> None:
-        """Let tensors that refer to the gathered memory keep it, with its ledger entry; later gathers allocate other memory."""
-        if self._present:
+        """Let tensors that refer to the gathered memory keep it; later gathers allocate other memory."""
+        if self._present:  # the ledger counts that memory until the last of these tensors is gone
             weakref.finalize(self.full.untyped_storage(), self.ledger.strike, GATHERED, self._full_nbytes).atexit = False
         self._present = False
         self.full = claimed(torch.empty_like(self.full))

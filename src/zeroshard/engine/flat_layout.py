@@ -4,9 +4,12 @@
     shards       |   rank 0   |   rank 1   |   rank 2   |
 
 Words: a *slot* is the place of one parameter in the flat buffer; a *piece* is the part of a slot that lies in
-one rank's shard. All offsets are in elements. Slots and shards start at multiples of ALIGNMENT (of a multiple of it, where
-optimizer states rest in longer blocks, so that no boundary cuts a block). Vector kernels then have no remainder loop inside a
-shard, so elementwise results do not depend on the cut of a buffer: for this reason all stages give the same bits.
+one rank's shard. All offsets are in elements. Two ranks, w = 1 2 3, and an alignment of 2 (in fact at least 32): the buffer is
+1 2 3 0, the shards 1 2 and 3 0; rank 1's piece has elements [2, 3) of w, at 0 of its shard.
+
+Slots and shards start at multiples of ALIGNMENT, or of a multiple of it where encoded optimizer states rest in longer blocks,
+which no boundary may cut. Vector kernels then have no remainder loop inside a shard, so elementwise results do not depend on the
+cut of a buffer: for this reason all stages give the same bits.
 
 Invariants: slots do not overlap and ascend; shards tile the buffer; pieces of a slot over all ranks tile it.
 """

@@ -10,14 +10,14 @@ from .unit import ParamGroup
 
 
 class Freezing:
-    """Finds the trained parameters that are frozen for a phase; takes microseconds if none was switched.
+    """Record of the trained parameters that are frozen for now; following a switch takes microseconds if there was none.
 
         trained at zs.shard   has a place in a gradient buffer, and optimizer states
         frozen later          keeps both; like an unused parameter it gets no gradient, no unit waits for one, no step changes it
         frozen at zs.shard    has neither, and can not be trained: switching it on raises ModelChanged with its name
 
-    What is switched while gradients are off, and switched back before they are on again (PEFT's adapters of a reference model), is
-    no change: only forwards with gradients and backwards look at `requires_grad`.
+    What is switched while gradients are off, and switched back before they are on again (PEFT's adapters of a reference model),
+    is no change: only forwards with gradients and backwards look at `requires_grad`.
 
     All ranks must freeze the same parameters: they compare them in the message by which they agree on gradients after a backward.
 

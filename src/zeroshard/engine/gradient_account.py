@@ -1,8 +1,8 @@
-"""The account of gradients: a record of events of gradients on this rank since the last zero_grad.
+"""The account of gradients: what has happened to this rank's gradients since the last zero_grad.
 
-    came     a backward has added one                      ending    a backward is over on this rank
-    failed   its gradients and earlier ones are gone       undone    by zs.clip_grad_norm_ or a step
-    zeroed   all gradients are dropped
+    came     a parameter has got a local gradient                ending   a backward is over on this rank
+    failed   a backward raised, and all gradients were dropped   undone   zs.clip_grad_norm_ or a step has divided gradients by
+    zeroed   zero_grad has dropped all gradients                          the loss scale and the mean weight
 
 The account only records: the runtime scales and reduces gradients, the optimizer clips them.
 """
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Clipped:
-    """Result of zs.clip_grad_norm_. norm: before it; coefficient: factor applied; max_norm: bound that the caller gave.
+    """Result of a clip, for the step. norm: before it; coefficient: factor applied; max_norm: bound that the caller gave.
 
-    writes: write counters of the gradients at the clip. of_ally: the program has clipped by another pipeline stage's optimizer,
-    and not yet by this one (OptimizerCore.allied). refused: that other optimizer has skipped its step.
+    writes: write counters of the gradients at the clip; the step computes the norm anew if they differ. of_ally: the clip of
+    another pipeline stage's optimizer has scaled these gradients too, and the program has not clipped by this optimizer yet
+    (OptimizerCore.allied). refused: that other optimizer has skipped its step, since the norm was not finite.
     """
 
     norm: float
@@ -33,11 +34,12 @@ class Clipped:
 class GradientAccount:
     """Account of one model's gradients. Any code may read the fields; the runtime and the optimizer's core write them.
 
-    backwards: number of backwards that are over on all ranks. plain: number of this rank's backwards without a weight (zs.backward), the one
-    that is ending included. weighing: weight of the backward that runs; None: it has none. weight: sum of this rank's weights. unweighted: some gradients came without a weight.
-    held: sums may be held back (zs.accumulate); the same on every rank. lost: a failed backward has dropped earlier gradients.
-    unscaled: reduced gradients were divided by the loss scale. share: number by which they were divided to be a mean over the
-    ranks that had a batch (zs.join). clipped: result of the last clip, until another backward begins.
+    backwards: number of backwards that are over on all ranks. plain: number of this rank's backwards without a weight
+    (zs.backward), the one that is ending included. weighing: weight of the backward that runs; None: it has none. weight: sum of
+    this rank's weights. unweighted: some gradients came without a weight. held: some rank may hold sums back (zs.accumulate); the
+    same on every rank. lost: a failed backward has dropped earlier gradients. unscaled: reduced gradients were divided by the
+    loss scale. share: number by which they were divided to be a mean over the ranks that had a batch (zs.join). clipped: result
+    of the last clip, until another backward begins.
     """
 
     def __init__(self) -> None:
@@ -75,5 +77,5 @@ class GradientAccount:
         self.weight, self.unweighted, self.plain, self.share = 0.0, False, 0, 1.0
 
     def undone(self, unscaled: bool) -> None:
-        """Record that gradients were divided by the sum of weights and, if `unscaled` (fp16), by the loss scale."""
+        """Record that gradients were divided by the mean weight of the ranks and, if `unscaled` (fp16), by the loss scale."""
         self.unscaled, self.weight, self.unweighted = unscaled, 0.0, False

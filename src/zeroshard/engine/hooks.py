@@ -43,7 +43,7 @@ def attach(runtime: Runtime) -> None:
     for unit in runtime.units:
         for module in unit.modules if unit.sharded or unit.entries.distributed else ():
             _attach_unit(runtime, unit, module)
-            if unit.sharded:  # torch.save(module) raises this, not an error about hooks
+            if unit.sharded:  # so that torch.save(module) raises the runtime's error, not one about hooks
                 module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
         for group in unit.trainable:  # by torch's method: a parameter's own one wraps hooks of the program (engine/user_hooks.py)
             for index, param in enumerate(group.compute):
@@ -58,7 +58,7 @@ def attach(runtime: Runtime) -> None:
     before = torch.compiler.disable(lambda _module, args, kwargs: runtime.root_enter(args, kwargs))
     after = torch.compiler.disable(lambda _module, _args, output: runtime.root_exit(output))
     runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-    runtime.handles.append(model.register_forward_hook(after, always_call=True))
+    runtime.handles.append(model.register_forward_hook(after, always_call=True))  # also after a forward that raised
     model.__dict__["zero_grad"] = zero_grad
     model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     runtime.handles.append(model.register_load_state_dict_pre_hook(take_own_names))
@@ -89,7 +89,7 @@ def detach(runtime: Runtime) -> None:
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Ignore the version that torch counts when a forward registers a parametrization (PEFT's LoRA): no value was written."""
+    """Ignore that a version counter advances as a forward registers a parametrization (PEFT's LoRA): no value was written."""
     if type(module) is ParametrizationList and param is not None:
         for runtime in attached():
             for unit in runtime.units:
@@ -97,9 +97,9 @@ def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Non
 
 
 def _backward_failed(error: BaseException) -> None:
-    """Get the error that ended a backward of this process; raise another one if a sharded model ran out of memory in it."""
+    """Find the model in whose backward an error was raised, and let its watch replace the error (out of memory, say)."""
     runtimes = [found for found in attached() if not found.closed]
-    # on a GPU autograd runs hooks on the device's thread; on CPUs the ranks of other backwards may be threads of this process
+    # on CPUs, where ranks may be threads, it was this thread's; on a GPU threads can not tell, as autograd's hooks run on its own
     running = [(each, each.backward) for each in runtimes if each.backward is not None and each.backward.thread is not None]
     running = [each for each in running if each[0].comm.device.type != "cpu" or each[1].thread == threading.get_ident()]
     for _, backward in running:

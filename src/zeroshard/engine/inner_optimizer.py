@@ -60,18 +60,18 @@ def step_alone(
 def step_together(
     inner: torch.optim.Optimizer, leaves: list[list[nn.Parameter]], slabs: list[bool], device: torch.device, imagined_gpu: bool
 ) -> None:
-    """Step all leaves of the inner optimizer's groups at once. Groups without any are hidden: some classes fail on an empty list.
+    """Step leaves, given for each of the inner optimizer's groups, by one call of its `step`.
 
-    slabs: for each group, whether some of its runs are stepped slab by slab. Such a group without leaves here gets one of no
-    elements, so that a class which counts steps in its groups counts this one. For a group whose parameters are all stepped
-    whole, `WholeStepper.step` returns the options that the class has changed, counts among them. imagined_gpu: the tensors are
-    fake ones that stand for a GPU's.
+    Groups without leaves are hidden from the call: some classes fail on an empty list. slabs: for each group, whether some of its
+    runs are stepped slab by slab. Such a group, if it has no leaves, gets one of no elements, so that a class which counts steps
+    in its groups counts this one. (For a group of whole matrices `WholeStep.step` returns the options that the class changes.)
+    imagined_gpu: the tensors are fake ones that stand for a GPU's, so `foreach` is chosen as on a GPU.
     """
     groups, stand_ins = inner.param_groups, []
     undecided = [group for group in groups if imagined_gpu and _foreach_on_gpu(group)]
     for group in undecided:
         group["foreach"] = True
-    takes_late = not isinstance(inner, torch_compat.EARLY_STATES)  # those count no steps in groups
+    takes_late = not isinstance(inner, torch_compat.EARLY_STATES)  # EARLY_STATES fail on a new leaf, and count no steps in groups
     for group, params, beside in zip(groups, leaves, slabs, strict=True):
         group["params"] = params
         if takes_late and beside and not params:
@@ -91,7 +91,7 @@ def step_together(
 
 
 def _foreach_on_gpu(options: Options) -> bool:
-    """Return whether one of torch's classes steps a GPU's tensors all at once by default, and fake ones, on a CPU, one by one."""
+    """Return whether torch would choose `foreach` for these options on a GPU, and not for fake tensors, which are on a CPU."""
     chosen = options.get("foreach", False) is not None or options.get("fused") is not None  # False: the class has no foreach
     looped = options.get("differentiable") or (isinstance(options.get("lr"), Tensor) and not options.get("capturable"))
     return not (chosen or looped)

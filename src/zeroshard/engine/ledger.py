@@ -42,14 +42,14 @@ class Listener(Protocol):
         """Note that a ledger has an entry for this tensor's memory."""
 
     def looking_away(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which all memory that is allocated has, or gets, an entry in a ledger."""
+        """Context whose allocations the listener does not count, since a ledger has, or gets, an entry for each."""
 
 
 listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def claimed(tensor: Tensor) -> Tensor:
-    """Return the tensor, after telling the listener that its bytes have an entry in a ledger and are not to be counted twice."""
+    """Return the tensor, and tell the listener not to count its bytes: a ledger has an entry for them."""
     found = listener.get()
     if found is not None:
         found.claim(tensor)
@@ -57,7 +57,7 @@ def claimed(tensor: Tensor) -> Tensor:
 
 
 def making() -> contextlib.AbstractContextManager[None]:
-    """Context for allocating memory that has, or gets, an entry in a ledger: the listener does not see the allocation."""
+    """Context of allocations that the listener does not count, since a ledger has, or gets, an entry for each."""
     found = listener.get()
     return contextlib.nullcontext() if found is None else found.looking_away()
 
@@ -75,8 +75,8 @@ class Traffic:
 class Observer:
     """An object that hears of each change of a ledger when it is counted. A subclass overrides the methods that it needs.
 
-    They are called on the thread that counts: the rank's own, autograd's, that of a delayed update, or the one that drops gathered
-    memory. Two may call at once, and one call may come inside of another. They must return soon, not raise, and not use the model.
+    Threads: the one that counts calls the methods: the rank's own, autograd's, a delayed update's, or one that drops gathered
+    memory. Two may call at once, and one call may come inside of another. Methods must return soon, not raise, not use the model.
     """
 
     def allocated(self, category: str, nbytes: int, tier: Tier) -> None:
@@ -110,7 +110,7 @@ class Ledger:
         self.elsewhere_peak: dict[Tier, int] = {Tier.HOST: 0, Tier.DISK: 0}
         self.moved: dict[tuple[Tier, Tier], int] = defaultdict(int)
         self.ahead: dict[tuple[Tier, Tier], int] = defaultdict(int)
-        self._observers: OrderedDict[int, Observer] = OrderedDict()  # a RemovableHandle refers to it weakly
+        self._observers: OrderedDict[int, Observer] = OrderedDict()  # no dict, since RemovableHandle refers to it weakly
         self._lock = threading.Lock()
         found = listener.get()
         if found is not None:

@@ -1,7 +1,7 @@
-"""Master weights: the optimizer steps them where values have low precision or lie where it can not reach them.
+"""Master weights: a copy of the values, which the optimizer steps where the values are rounded or out of its reach.
 
-the user writes w1      values  w0 [w1] w2      `dirty`: w1
-follow                  masters w0 [w1] w2      copied before each step and before any read of masters
+the user writes w1      values  w0 [w1] w2      `dirty` has the index of w1; its master is out of date
+follow                  masters w0 [w1] w2      copies w1 from the values, before each step and each read of masters
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Masters:
 
     rest: masters of the shard or, if `whole`, of the whole buffer; None if the optimizer steps the values themselves.
     dirty: parameters written since the last `follow`. versions: last known version counters of replicated parameters.
-    traces: (parameter, "value", "states" or "average N") -> trace of what the program has written since ranks last compared.
+    traces: (parameter's index, "value", "states" or "average N") -> checksum of how the program has computed what it wrote there
+    since ranks last compared these.
     """
 
     def __init__(self, group: ParamGroup, rest: Rest | None) -> None:
@@ -43,7 +44,7 @@ class Masters:
 
     @property
     def of_runs(self) -> Rest:
-        """Tensor at rest of which the optimizer's runs are ranges: `stepped`, or the whole values of a replicated optimizer."""
+        """Tensor at rest that is divided into runs: `stepped`; where each rank steps all (stage 0), all values, not a shard."""
         values = self.group.values
         return values.tiers.over(values.full) if self.whole and self.rest is None else self.stepped
 
@@ -58,7 +59,7 @@ class Masters:
         return self.halves is not None
 
     def precise(self) -> Tensor | None:
-        """Return the shard's masters (shard_numel,); None if there are none, or they are whole, off the device or out of date."""
+        """Return the shard's masters (shard_numel,) for gathers that compress; None: none, whole, off the device or outdated."""
         rest = self.rest
         if rest is None or self.whole or not rest.resident or self.group.runtime.config.delayed_update is not None:
             return None

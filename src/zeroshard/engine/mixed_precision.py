@@ -14,8 +14,8 @@ from ..config import Config
 class LossScaler:
     """The loss scale, fixed or dynamic: overflows halve it, `loss_scale_window` good steps in a row double it.
 
-    good_steps: number of good steps since the last change or overflow; starts at -loss_scale_delay.
-    patience:   number of overflows until the scale is halved (loss_scale_hysteresis).
+    good_steps: number of good steps since the last change or overflow; starts, also after an overflow, at -loss_scale_delay.
+    patience: the scale is halved at the overflow of this number, 1 being the next one (loss_scale_hysteresis).
     """
 
     def __init__(self, config: Config) -> None:

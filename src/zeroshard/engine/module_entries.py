@@ -97,7 +97,7 @@ class ModuleEntries:
         return [name for name, a, b in zip(names, now, seen, strict=True) if a != b]
 
     def set_to_itself(self, param: nn.Parameter) -> None:
-        """Ignore the version that torch counts when a parameter of the unit gets its own memory (`p.set_(p)`): no write."""
+        """Ignore that `p.set_(p)`, which gives a parameter the memory that it has, advances its version counter: no write."""
         begin = 0
         for group in self.groups:
             seen, first = (self._seen_versions, begin) if group.values.sharded else (group.masters.versions, 0)

@@ -67,7 +67,7 @@ class Tally:
     def __init__(self, holds: bool) -> None:
         self.holds = holds
         self.asked = self.skipped = 0
-        self.scheduling = False  # True inside a scheduler's step: the schedulers that it chains then step without asking
+        self.scheduling = False  # True inside a scheduler's step: those that it chains step with it, and do not ask `counts`
         self._seen: WeakKeyDictionary[lr_scheduler.LRScheduler, tuple[int, int]] = WeakKeyDictionary()
 
     @property
@@ -82,7 +82,7 @@ class Tally:
         return record
 
     def counts(self, scheduler: lr_scheduler.LRScheduler) -> bool:
-        """Return whether the scheduler may step: not if the optimizer has skipped every step since the scheduler's last one."""
+        """Return whether a scheduler may step: not if `holds` and the optimizer has skipped each step since it was last asked."""
         asked, skipped = self._seen.get(scheduler, (0, 0))
         self._seen[scheduler] = self.asked, self.skipped
         return not self.holds or self.asked == asked or self.asked - asked > self.skipped - skipped
@@ -115,7 +115,7 @@ class OptimizerCore:
         self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
         self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
         self.tally = Tally(runtime.config.hold_schedulers)
-        self.agree: Callable[[], None] | None = None  # called before the first step of an optimizer that zs.shard has not checked
+        self.agree: Callable[[], None] | None = None  # called once, before the first step, if it was made after zs.shard
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
 
@@ -141,12 +141,12 @@ class OptimizerCore:
         The norm is non-finite if any element is. The divisor is the loss scale times the mean weight (zs.backward).
         """
         account = self.runtime.account
-        scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # that this rank's reduced gradients carry
+        scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # the loss scale that reduced gradients still carry
         counted = [[group for group in core.stepped_groups if group.counts] for core in self.allied]
         total = sum(self.runtime.reductions.square_sum(groups) for groups in counted) / scale**2
         watches, topology = [core.runtime.values for core in self.allied], self.runtime.topology
-        fingerprints = [watch.fingerprint() for watch in watches]  # they show ranks that wrote different values
-        # of several places the weights are compared, too: ranks along model axes see the same batches
+        fingerprints = [watch.fingerprint() for watch in watches]  # of what programs wrote: ranks compare them below
+        # ranks along model axes see the same batches: with several places, weights are added up in each place, not over the world
         weights = (account.weight, account.unweighted) if len(topology.places) > 1 else ()
         form = struct.Struct(f"<{'d?' if weights else ''}{len(watches)}Q")
         again = "" if account.clipped is None else " anew (it was not finite, or gradients were written since)"
@@ -170,7 +170,7 @@ class OptimizerCore:
                 "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
                 "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
             )
-        mean = weight / self.comm.world_size if weight else 1.0  # reductions compute the unweighted mean over ranks
+        mean = weight / self.comm.world_size if weight else 1.0  # gradients are sum(weight * g) / ranks so far
         return (math.sqrt(total) if total >= 0 else math.nan) / mean, scale * mean
 
     def clip(self, max_norm: float | None) -> float:
@@ -325,8 +325,8 @@ class OptimizerCore:
         options, attributes = list[Options](), Options()
         slabs = [run for run in runs if run.tensor is None and not run.offloaded]
         if self.host is not None or slabs or whole:
-            # The host restores them before each chunk, so that a class which counts its steps there counts one step, not one per
-            # chunk. They are copies since schedulers write into a tensor of a learning rate while a delayed update runs.
+            # As before the step: steppers restore these for each chunk, so that a class which counts steps in them counts one,
+            # not one a chunk. Copies, since schedulers write into a learning rate's tensor during a delayed update.
             own = vars(self.inner).items()
             options = [fresh({k: v for k, v in group.items() if k != "params"}) for group in self.inner.param_groups]
             attributes = fresh({k: v for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))})
@@ -370,7 +370,7 @@ class OptimizerCore:
             rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # round first, then move fewer bytes
 
     def _jobs(self, runs: list[Run], options: list[Options], attributes: Options, publish: bool = False) -> list[Job]:
-        """Return the jobs of stepping runs slab by slab. options: by the optimizer's groups."""
+        """Return the jobs of stepping runs slab by slab. options: of each optimizer group."""
         number, jobs = self.runtime.progress.steps, []
         for run in runs:
             grads = run.group.gradients
@@ -378,7 +378,7 @@ class OptimizerCore:
         return jobs
 
     def _step_on_host(self, runs: list[Run], options: list[Options], attributes: Options) -> None:
-        """Step the offloaded runs, in the order of the model, at once or as a delayed update. options: by the optimizer's groups."""
+        """Step the offloaded runs, in the model's order, now or as a delayed update. options: of each optimizer group."""
         assert self.host is not None
         jobs, warm_up = self._jobs(runs, options, attributes, publish=True), self.runtime.config.delayed_update
         if warm_up is None or self.runtime.progress.steps < warm_up:
@@ -395,7 +395,7 @@ class OptimizerCore:
         """Write the masters of the delayed update into the parameters; return the groups that it has stepped."""
         assert self.delayed is not None
         groups = list(dict.fromkeys(job.run.group for job in self.delayed.take()))
-        self.runtime.gate.refresh(groups)  # keeps the user's writes since the update began
+        self.runtime.gate.refresh(groups)  # masters take the user's writes since the update began, else these would be lost
         for group in groups:
             self._put_values(group, group.masters.stepped.host(0, group.masters.stepped.numel))
         return groups
@@ -405,7 +405,7 @@ class OptimizerCore:
         """Finish a delayed update, so that parameters, masters and states are of one step (collective if one was pending)."""
         self.runtime.gate.wait()
         if self.delayed is not None and self.delayed.unpublished:
-            self.comm.fence_write()
+            self.comm.fence_write()  # until no peer reads the shards that `_publish_delayed` writes
             self.runtime.gate.invalidate()
             self.publish(self._publish_delayed())
 
@@ -435,7 +435,7 @@ class OptimizerCore:
                     kept[key] = value
 
     def publish(self, written: list[ParamGroup]) -> None:
-        """Mark parameters as written for autograd, and gather the replicated ones of a sharded optimizer (collective)."""
+        """Mark parameters as written, for autograd; all-gather, from stepped shards, those that ranks have whole (collective)."""
         for group in written:
             group.mark_written()
         if not self.replicated:
@@ -444,7 +444,7 @@ class OptimizerCore:
                 work.wait()
             if works:
                 self.comm.exchange(b"", "parameters gathered")  # no rank may write shards that a peer still copies
-        self.comm.fence_read()
+        self.comm.fence_read()  # until all ranks have written their shards, which the next gathers read
 
     def states_changed(self) -> None:
         """Enter the inner optimizer's states in the ledger; `Tiers.rest` enters columns of shards when it makes them."""

@@ -37,7 +37,7 @@ class ParamSpec:
     given_dtype: torch.dtype  # dtype in which the user gave it
     number: int = -1  # position in the model, and bit in the masks that ranks exchange at the end of backward
     distribution: Distribution | None = None  # over ranks along model axes; `shape` is that of the local shard
-    counts: bool = True  # True on the one of the ranks with equal values along model axes that enters sums over ranks
+    counts: bool = True  # False where it is a copy (along model axes) of another rank's: it does not enter sums over ranks
 
     @property
     def part(self) -> Part | None:
@@ -71,13 +71,17 @@ class ParamSpec:
 
 
 class ParamHome(Home):
-    """Home of parameter `index` of a group, of its gradient and of its optimizer states."""
+    """Owner of this rank's slices of parameter `index` of a group, of its gradient and of its optimizer states.
+
+    start, stop: the slice in the flattened parameter. begin, end: in this rank's shard. Two ranks with shards 1 2 and 3 0 of
+    w = 1 2 3: rank 1 has [start, stop) = [2, 3) and [begin, end) = [0, 1).
+    """
 
     def __init__(self, group: ParamGroup, index: int) -> None:
         self.group, self.index, self.comm = group, index, group.comm
         piece = self.piece = group.layout.piece(index, group.comm.rank)
         self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
-        self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel  # the slice within this rank's shard
+        self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel
 
     def __reduce__(self) -> tuple[type, tuple]:
         """Pickle as None: an unpickled frozen parameter belongs to no sharded model."""
@@ -133,7 +137,7 @@ class ParamHome(Home):
     def before_write(self) -> None:
         self.group.begin_write()
         self.group.unit.writes += 1
-        self.group.comm.control.fence_write()
+        self.group.comm.control.fence_write()  # until no peer reads the slice in place
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.values.rest.store(self.begin + offset, local)
@@ -221,7 +225,7 @@ class ParamHome(Home):
                     "Call backward first, or to_local() again."
                 )
             around = (self.start, math.prod(shape) - self.stop)
-            parts = self.comm.world_size / self.group.topology.summed  # the reduction divides by them
+            parts = self.comm.world_size / self.group.topology.summed  # undoes the reduction's mean: one rank has this slice
             return F.pad(grad * parts, around).view(shape)
 
         return arrive

@@ -1,8 +1,8 @@
 """Parameters that are parts of larger ones before ZeRO shards them: `Part` says where in the larger one such a parameter lies.
 
-Rules by name, class and shape go by the whole. A `Piece` is a module that holds parts of another module's parameters (a tile), all
-of which this rank has. A parameter with a `Distribution` is cut over ranks along model axes (a shard of a DTensor): whoever
-puts such a parameter into a model leaves the Distribution on it, as `_distribution`.
+Options that go by name, class or shape mean the whole. A `Piece` is a module that holds parts of another module's parameters (a
+tile), all of which this rank has. A parameter with a `Distribution` is cut over ranks along model axes (a shard of a DTensor):
+whoever puts such a parameter into a model leaves the Distribution on it, as `_distribution`.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Part:
 class Distribution(ABC):
     """Distribution over ranks of a parameter, of which each rank has a shard before ZeRO cuts this further.
 
-    axes: names of the mesh axes along which the parameter is cut. part: position of this rank's shard in the whole parameter; None
-    if the shard is the whole. stretch: elements of each rank's shard (the last ones may have fewer) if shards are stretches of the
-    flattened parameter, else 0. absent: this rank has no part of the parameter, which then has no gradient here.
+    axes: names of the mesh axes along which the parameter is cut. part: position of this rank's shard in the whole parameter;
+    None if the shard is the whole. stretch: elements of each rank's shard (the last ones may have fewer) if shards are stretches
+    of the flattened parameter, else 0. absent: this rank has no part of the parameter, which then has no gradient here.
     """
 
     @property

@@ -17,7 +17,7 @@ LOOKAHEAD = 8  # number of visits considered at a time: bounds the work on the h
 
 
 def count_ahead(sizes: Sequence[float], limit_nbytes: int | None) -> int:
-    """Return how many of the next units, of these bytes, are gathered ahead: one, and more within the limit (None: no unit)."""
+    """Return how many of the next units to gather ahead: one, and more within the limit (4 4 4 bytes, 10: two); None: no unit."""
     ahead = 0.0
     for count, size in enumerate(sizes if limit_nbytes is not None else ()):
         if ahead and ahead + size > (limit_nbytes or 0):
@@ -59,14 +59,15 @@ class Prefetcher:
             if not unit.fetch():  # no buffer is free, so none for later units either
                 break
         for unit in upcoming[: count_ahead([each.gathered_nbytes for each in upcoming], self.config.prefetch_limit_nbytes)]:
-            # Where ranks share memory a gather is this rank's own copy, which runs no faster ahead of use. A unit whose shards come
-            # from another tier is gathered ahead only in a world of one rank: each rank's disk has its own speed, and a gather
-            # that only some ranks have started could not be dropped. Ordered communicators gather such units in `staged`.
+            # Where ranks share memory a gather is this rank's own copy, which runs no faster ahead of use. A unit whose shards
+            # come from another tier is gathered ahead only in a world of one rank: each rank's disk has its own speed, and a
+            # gather that only some ranks have started could not be dropped. Ordered communicators gather such units in `staged`.
             if (unit.fetched and self._alone) if unit.staged else unit.meets:
                 self.gather(unit)
 
     def staged(self, training: bool) -> None:
-        """Gather the next unit if it rests on another tier, once the device has its work queued (ordered communicators only)."""
+        """Start to gather the next unit if it rests on another tier. Called when all work of a unit is queued on the device."""
+        # On ordered communicators alone. `ahead` would wait for the disk, or start gathers in an order that depends on its speed
         if not self.comm.ordered or not self.config.overlap:
             return
         for visit in self.schedule.upcoming(training)[:1]:

@@ -4,7 +4,7 @@
       GradientBuffer.add     copies it into the send buffer of its group (zs.accumulate: adds it to sums that are held back)
       Reduction.arrive       counts it: was it the last one of its unit in this backward?
       Reductions.complete    starts a complete unit at once; on ordered communicators when its turn comes, the same on every rank
-      GradientBuffer.reduce  fills slots without a gradient with zeros and starts the collective: the send buffer -> the mean's shard
+      GradientBuffer.reduce  fills slots that have no gradient with zeros, starts the collective: send buffer -> mean's shard
     Reductions.finish        at the end of backward: agree on what was used, start what is missing, wait
       GradientBuffer.finish  lands the shard where it rests: on the device, the host or a disk
 
@@ -16,8 +16,8 @@ Two ranks and a unit of one parameter of three numbers; the layout pads it to fo
 Where rank 1 did not use the unit, the reduction waits for it: by bit masks that ranks exchange at the end of backward it learns
 that the unit was used, and joins with zeros. The shards are 0.5 1 and 1.5 0.
 
-A gradient that comes after its unit's reduction has started is *late*: several reentrant checkpoints use one parameter, and each runs
-a backward of its own. Late gradients wait for the end of the outer backward, where their units are reduced once more.
+A gradient that comes after its unit's reduction has started is *late*: several reentrant checkpoints use one parameter, and each
+runs a backward of its own. Late gradients wait for the end of the outer backward, where their units are reduced once more.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
         grad = local_grad(param)
         if grad is None:  # a hook of the program has dropped it
             return
-        clear_local_grad(param)  # autograd's reference goes before the next gradient comes: at most one exists twice
+        clear_local_grad(param)  # p.grad is dropped before the next gradient comes, so that at most one exists twice
         grad = grad if grad.layout is torch.strided else grad.to_dense()  # nn.Embedding(sparse=True) gives sparse ones
         reductions = runtime.reductions
         if torch.is_grad_enabled():  # create_graph=True: the gradient's own graph must not grow into the buffer
@@ -85,7 +85,7 @@ def gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
             runtime.prefetcher.staged(runtime.in_training())
             if runtime.sync:
                 reductions.complete(unit)
-        if leaves and unit.expected == unit.num_params:  # with frozen ones the marks on its inputs tell the end (`mark_inputs`)
+        if leaves and unit.expected == unit.num_params:  # else marks on its inputs tell the end (`mark_inputs`)
             runtime.leave_backward(unit)
 
     return hook
@@ -110,10 +110,10 @@ class Reduction:
         self._task = -1
 
     def arrive(self, number: int) -> tuple[bool, bool]:
-        """Count the gradient of a parameter. Return (it completes the unit in this backward, it completes a further round).
+        """Count the gradient of a parameter. Return (it completes the unit in this backward, it completes a round of the unit).
 
         A round is complete when every parameter has got a gradient since the round before: there is one for each reentrant
-        checkpoint that uses the unit, since each runs a backward of its own.
+        checkpoint that uses the unit, since each runs a backward of its own. The unit is released after each round.
         """
         arrived, since_left, expected = self._arrived, self.since_left, self.unit.expected
         if (task := torch_compat.graph_task()) != self._task:
@@ -140,7 +140,7 @@ class Reductions:
         """poll: called after each start of a reduction, to let other work on the host progress."""
         self.of, self.config, self.comm, self.poll = [Reduction(unit) for unit in units], config, comm, poll
         self.attendance, self.frozen = attendance, frozen
-        # NCCL and sums by a backend match collectives by the order in which ranks start them. So they start in an order that all have agreed on
+        # NCCL and sums by a backend match collectives by the order in which ranks start them: all ranks must agree on one
         self.in_order = comm.ordered or config.sums == "backend"
         self.groups = [group for unit in units for group in unit.groups]
         self.num_params = sum(len(group.specs) for group in self.groups)
@@ -202,7 +202,7 @@ class Reductions:
                     buffer.settle()
         self.comm.poll()
         if self._departing or reduction.departs:
-            # results go to their tier, except this unit's: the stream would wait for its reduction
+            # earlier results go to their tier; this unit's not yet, since the stream would wait for its reduction, just started
             for other in self._departing:
                 if other is not reduction:
                     for buffer in other.buffers:
@@ -219,9 +219,9 @@ class Reductions:
         units, params, again = agreed or self.agree()
         missing = sorted(units - self.started, reverse=True)  # in the order of backward, the same on every rank
         if self.in_order:
-            # those last that were frozen as a whole: ranks that started later units have passed over them
+            # units that were frozen as a whole come last: ranks that have started units after them have passed over them
             missing = sorted((number for number in self._order if number in missing), key=self._idle.__contains__)
-            # not before: other ranks have started more, or fewer, of this backward's reductions in the order that it began with
+            # rank 0's order holds from the next backward on: some ranks have started reductions of this one in its old order
             self._order, self._next = self._next or self._order, None
         for number in missing:
             self._start(self.of[number])
@@ -232,7 +232,7 @@ class Reductions:
         late = self._late
         self._wait()
         if again:
-            while late:  # each goes once it is in the send buffer
+            while late:  # each is freed once it is in the send buffer
                 group, index = next(iter(late))
                 group.gradients.add(index, late.pop((group, index)), True)
             for number in sorted(again, reverse=True):  # the same order on all ranks: some communicators match collectives by it
@@ -294,7 +294,7 @@ class Reductions:
         return units, params, late
 
     def _agree_on_order(self, first: list[int]) -> None:
-        """Let all ranks start the next backward's reductions in the order in which rank 0 has completed its units."""
+        """Let all ranks start reductions, from the next backward on, in the order `first` in which rank 0 completed units."""
         self._next = first + [number for number in self._order if number not in first]
         self._agreed = True
 
@@ -335,8 +335,8 @@ def _bits(mask: int) -> set[int]:
 class GradientBuffer:
     """Flat buffer of the gradients of one group: takes local gradients, reduces them, keeps the reduced shard.
 
-    rest: (shard_numel,), the mean over ranks, valid while `reduced`. full: (numel,), if the placement keeps it. summed: number of
-    ranks over which gradients are to be summed, not averaged (of experts a fraction): the mean over `comm` is multiplied by it.
+    rest: (shard_numel,), the mean over ranks, valid while `reduced`. full: (numel,), if the placement keeps it. summed: factor on
+    the mean over `comm`: 1, or other where gradients of ranks are parts of one sum (comm/mesh.py: Axes, Divided).
     """
 
     def __init__(
@@ -592,7 +592,7 @@ class GradientBuffer:
             self.departure.settle()
 
     def hand_over(self) -> Rest:
-        """Return the resting place of the reduced shard, valid until the next call; later gradients use the other place."""
+        """Return where the reduced shard rests, for a delayed update until the next call; later gradients use another place."""
         self.wait_at_rest()
         if self.twin is None:
             twin = self.tiers.rest(GRADIENTS, self.offload, self.rest.numel, self.dtype)

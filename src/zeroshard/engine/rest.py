@@ -1,4 +1,4 @@
-"""Rests: the resting places of flat shards of model states, on the device; what moves them between tiers is given by services.
+"""Rests: the places where flat shards of model states rest between uses. Here all on the device; tiers/ has the other tiers.
 
     device  <--- streams, pinned copies --->  host  <--- file engine, O_DIRECT --->  disk             (tiers/storage.py)
 
@@ -39,10 +39,7 @@ from .tensor.state_column import StateColumn
 
 
 class Links:
-    """The links between the tiers of one rank: copies, which its ledger counts, and memory for them.
-
-    separate: the device has a memory of its own.
-    """
+    """The links between one rank's tiers: copies, counted in its ledger, and buffers. separate: the device has its own memory."""
 
     def __init__(self, device: torch.device, streams: Streams, ledger: Ledger) -> None:
         self.device, self.streams, self.ledger, self.separate = device, streams, ledger, streams.separate_host
@@ -174,7 +171,7 @@ class MemoryRest(Rest):
 class Departure(ABC):
     """Moves reduced gradient shards from the device to their `rest` on another tier (tiers/gradient_offload.py).
 
-    dtype: in which gradients leave the device. arriving: what is being copied to the host, to be added or written there; None: nothing.
+    dtype: in which gradients leave the device. arriving: what is being copied to the host, to be added or written there; or None.
     """
 
     rest: Rest
@@ -187,7 +184,7 @@ class Departure(ABC):
 
     @abstractmethod
     def leave(self, add: bool) -> Tensor | None:
-        """Start the move to `rest` after the reduction; return the square sum if the device is separate and nothing is added."""
+        """Start to move the result to `rest`, or add it. Return its square sum if the device is separate and nothing is added."""
 
     @abstractmethod
     def progress(self) -> None:
@@ -229,7 +226,7 @@ class Away:
 
 
 class Tiers(Links):
-    """Makes the resting places of one model's states, here all on the device (tiers/storage.py has others), and owns their buffers.
+    """Makes the resting places of one model's states, here all on the device (tiers/storage.py: others), and owns their buffers.
 
     Threads: the rank's own, and that of a delayed step, which reads and writes masters, states and the gradients handed to it.
     The rank's own thread does not touch these meanwhile; a FileRest checks that (`ThreadsMet`). Only the thread that uses the
@@ -295,7 +292,7 @@ class Tiers(Links):
         raise AssertionError("masters rest as they are stepped")
 
     def coded(self, rest: Rest, column: StateColumn, numel: int, dtype: torch.dtype) -> Rest:
-        """Return a resting place of `numel` elements of a state, in the optimizer's dtype, over `rest`, which holds them encoded."""
+        """Return a Rest of `numel` elements of a state, in the optimizer's dtype, over `rest`, which holds them encoded."""
         raise AssertionError("states rest as they are stepped")
 
     def reserve(self, sizes: Buffers) -> None:
@@ -316,9 +313,9 @@ class Tiers(Links):
         raise AssertionError("what rests on the device is gathered from where it is")
 
     def departure(self, rest: Rest, send_dtype: torch.dtype) -> tuple[Rest, Departure | None]:
-        """Return where a gradient shard rests and what moves it there; None where it is reduced to where it rests.
+        """Return where a gradient shard rests, and what moves it there; None if reductions write their result there themselves.
 
-        rest: made for it. send_dtype: the dtype in which gradients are sent.
+        rest: the place that was made for the shard. send_dtype: the dtype in which gradients are sent.
         """
         return rest, None
 

@@ -70,8 +70,8 @@ class Run:
     def mark(self, value: object) -> object:
         """Return a state that is no column, marked if it might be taken for one.
 
-        The mark of a 1-D state of a whole parameter (statistics of its rows, say) is leading dimensions of 1: `is_column` would else
-        take the state for a column if it happens to have as many elements as the parameter.
+        The mark of a 1-D state of a whole parameter (statistics of its rows, say) is leading dimensions of 1: `is_column` would
+        else take the state for a column if it happens to have as many elements as the parameter.
         """
         return value.view(*_MARK, -1) if self.whole and isinstance(value, Tensor) and value.dim() == 1 else value
 
@@ -82,13 +82,13 @@ class Run:
 
 
 class RunStates:
-    """The optimizer states of one run by name: columns, which have a value for each element, and scalars (step counts and the like).
+    """The optimizer states of one run by name: columns (a value for each element: exp_avg) and scalars (step counts, say).
 
-    A column is a range of one state (exp_avg, ...) of the whole shard, which has a `Rest` of its own on any tier and in any form: so
-    splitting a run copies only its scalars. Where the inner optimizer steps and keeps states as they are (`own`), each column of a run
-    is a tensor (numel,) that the optimizer's class has made.
+    A shard has one `Rest` for each such state, on any tier and in any form, and a run's column is a range of it: so splitting a
+    run copies only its scalars. Where the inner optimizer steps and keeps states as they are (`own`), each column of a run is a
+    tensor (numel,) that the optimizer's class has made.
 
-    tensor: the run's. state: the inner optimizer's `state`, which has `own` states under the tensor; None: the run keeps its entries itself.
+    tensor: the run's. state: the inner optimizer's `state`, which has `own` states under the tensor; None: kept by this object.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RunStates:
         return isinstance(value, Rest) or (self.own and is_column(value, (self.numel,)))
 
     def shared(self, name: str, dtype: torch.dtype) -> Rest:
-        """Return the Rest of a column of the shard; the first call makes it. dtype: that in which the optimizer sees the state."""
+        """Return the Rest of a column of the shard; the first call makes it. dtype: in which the optimizer sees the state."""
         group, columns = self.group, self.group.columns
         if name not in columns:
             layout, column = group.layout, group.plan.column(name)
@@ -180,10 +180,7 @@ class RunStates:
 
 
 class RunMaker:
-    """Makes the runs of one optimizer.
-
-    state: the inner optimizer's `state`. alone: ids of parameters that are stepped as a whole, each in a run of its own.
-    """
+    """Makes the runs of one optimizer. state: the inner one's. alone: ids of parameters stepped as a whole, a run for each."""
 
     def __init__(self, state: dict[Tensor, State], tiers: Tiers, alone: set[int]) -> None:
         self.state, self.tiers, self.alone = state, tiers, alone

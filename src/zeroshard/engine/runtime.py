@@ -48,8 +48,8 @@ class Backward:
     """State of one backward; a new object is made for each. begun: it has reached a unit; scaled: the loss scale was applied.
 
     thread: number of the thread on which its first hook ran; None once it has failed. Autograd does not call the callback of a
-    backward that fails, and reports the failure to nobody: it only drops the callback. So this keeps a weak reference to it: a dead
-    one, before the end was reached, means that the backward failed.
+    backward that fails, and reports the failure to nobody: it only drops the callback. So this keeps a weak reference to it: if
+    that is dead before the end was reached, the backward has failed.
     """
 
     def __init__(self, at_end: Callable[[], None]) -> None:
@@ -107,7 +107,7 @@ class Runtime:
             self.saved = SavedParameters(units)  # hooks by which autograd saves handles of gathered parameters
             self.values = watches.values(self.comm, self.groups)
 
-        own([])  # parameters that a failed `build` has placed refer to this runtime
+        own([])  # so that all fields exist where `build` fails: parameters that it has placed refer to this
         own(build(self))
         self.end_answering = topology.world.desk.answer_for(self)  # call it to stop answering peers that ask for its state
         self.input_dtype = input_dtype(model, config, {group.values.dtype for group in self.groups})
@@ -137,7 +137,7 @@ class Runtime:
         return self.sharded_optimizer
 
     def expected_optimizer(self) -> str:
-        """Return what to say where the model's optimizer is needed, and there is none."""
+        """Return the text of the error of a verb that needs an optimizer, where the model has none."""
         made = ", ".join(sorted(type(each).__name__ for each in self.awaiting)) or "none"
         return (
             f"this model has no optimizer: expected one of its parameters, got {made}. Give zs.shard one, or make one after it, with a "
@@ -197,7 +197,8 @@ class Runtime:
         else:
 
             def reached(_: Tensor) -> None:
-                self._await_end()  # in the outer backward, not in a nested one (of a reentrant checkpoint)
+                # here, in the outer backward: a callback from a reentrant checkpoint's nested one would be called when that ends
+                self._await_end()
 
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
@@ -208,7 +209,7 @@ class Runtime:
             return map_tensors(self._scale_gradient, cast_floating(output, torch.float32))
         # a nested forward: its gradients are scaled here only if backward starts at this output, before the outer forward ends;
         # a later backward starts at the outer forward's output, whose hook has scaled the gradient already
-        outer = weakref.ref(self.forwards[0])
+        outer = weakref.ref(self.forwards[0])  # weak: it has the call's frame and arguments, and the hook lives in the graph
         begins = lambda: bool(self.forwards) and self.forwards[0] is outer()  # noqa: E731
         return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
@@ -307,7 +308,7 @@ class Runtime:
         return torch.is_grad_enabled() or self.training or self.in_backward
 
     def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments, marked by an identity function whose backward ends that of a unit with frozen parameters."""
+        """Return the arguments, passed through an identity whose backward tells that the unit's is over (see `Unit.marked`)."""
         tensors = [t for t in find_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, ShardedTensor)]
         if not tensors or not torch.is_grad_enabled() or not unit.sharded:  # no backward passes these inputs
             return args, kwargs
@@ -336,9 +337,9 @@ class Runtime:
         self.prefetcher.ahead(training)  # gathers and fetches run while this unit computes
 
     def _take_part(self, visit: Visit | None) -> None:
-        """Gather and release, as other ranks may do, the recorded units before `visit` (None: before the end of the step).
+        """Take part in other ranks' gathers of the units that this rank skips before `visit` (None: the end of the step).
 
-        `Schedule.skipped` tells which units these are.
+        Each is gathered and released as on a rank that uses it. `Schedule.skipped` tells which units these are.
         """
         if not self.attendance.gathers_meet or self.comm.ordered or self.config.max_live_parameters:
             return
@@ -415,7 +416,7 @@ class Runtime:
         self._before_gradients()
 
     def _before_gradients(self) -> None:
-        """Bring gradients at rest to the scale of a backward's: times the loss scale, and as a mean over all ranks."""
+        """Bring reduced gradients to the scale of those that a backward adds: times the loss scale, a mean over all ranks."""
         if self.account.unscaled:
             self.account.unscaled = False
             self._scale_gradients(self.progress.loss_scale)
@@ -519,9 +520,9 @@ class Runtime:
 
     @contextlib.contextmanager
     def holding(self, reduce: bool) -> Iterator[None]:
-        """Hold back the gradients of the backwards inside: zs.accumulate.
+        """Context whose backwards add their gradients to sums on this rank, without communication: zs.accumulate.
 
-        reduce: start the reduction of each complete unit, without waiting for it, in a pipeline's last backward of a step.
+        reduce: instead, start the reduction of each complete unit and do not wait for it: a pipeline's last backward of a step.
         """
         previous = self.sync, self.reductions.waits
         self.sync, self.reductions.waits, self.account.held = reduce, self.reductions.waits and not reduce, True
@@ -532,7 +533,7 @@ class Runtime:
 
     @torch.no_grad()
     def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add (whole parameter, its local gradient) pairs that a pipeline has computed without autograd's hooks, and hold them back."""
+        """Add a pipeline's (compute parameter, local gradient) pairs, made without autograd's hooks, to the sums held back."""
         self._before_gradients()
         self.account.held = True
         given = {id(param): grad for param, grad in gradients}
@@ -553,7 +554,7 @@ class Runtime:
     # -- the rest --------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Clear the state of a backward that raised and of forwards that were interrupted, on whichever rank it began.
+        """Clear what a backward that raised, and forwards that were interrupted, have left on this rank.
 
         No hook of torch runs then: there is none for a failed backward, and forward hooks do not run after KeyboardInterrupt.
         """
@@ -623,8 +624,8 @@ class Runtime:
 def runtime_of(model: nn.Module) -> Runtime:
     """Return the runtime of a sharded model, or of the one that `torch.compile(model)` wraps.
 
-    Raise TypeError if it is no nn.Module, and ZeroshardError if it is not sharded: for a part of a sharded model, or a module that
-    holds one, the error says which model to pass.
+    Raise TypeError if it is no nn.Module, and ZeroshardError if it is not sharded: for a part of a sharded model, or a module
+    that holds one, the error says which model to pass.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module that was given to zs.shard(), got {type(model).__name__}.")

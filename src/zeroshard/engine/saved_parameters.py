@@ -4,7 +4,7 @@
     backward    restore   SavedParameter -> the same view of the unit's memory, which is gathered if it was released
 
 So backward may reach an operation by any path: through the unit's outputs, whose hooks gather the unit ahead of the operation,
-or past them, through a loss that a module keeps as an attribute. Activations are saved as by the code around the unit.
+or past them, through a loss that a module keeps as an attribute. All other tensors go to the saved-tensor hooks around the unit.
 
 Some code bypasses these hooks (a function that keeps a parameter in its `ctx` without `save_for_backward`, a user's own hooks
 inside the unit's forward) and refers to the memory itself. Such references are counted (`ParamGroup.referred`): memory that
@@ -29,7 +29,7 @@ from .unit import ParamGroup, Unit
 
 
 class SavedParameter:
-    """Handle of a view of a unit's gathered memory. counted: the entry of a checkpoint around it (see `Outer.count`)."""
+    """Handle of a view of a unit's gathered memory. counted: what keeps an enclosing checkpoint's count (`Outer.count`)."""
 
     __slots__ = ("counted", "dtype", "group", "offset", "shape", "stride", "writes")
 

@@ -40,10 +40,7 @@ class Track:
 
 
 class Schedule:
-    """Records visits, predicts the next ones, and notes deviations.
-
-    notes: sentences for zs.report: deviations, and what else the program should know of its steps.
-    """
+    """Records visits and predicts the next ones. notes: sentences for zs.report, on deviations and other facts of steps."""
 
     def __init__(self, names: list[str], notes: Iterable[str] = ()) -> None:
         self.names = names
@@ -51,7 +48,7 @@ class Schedule:
         self.notes: deque[str] = deque(notes, maxlen=_MOST_NOTES)
 
     def restart(self) -> None:
-        """Drop both records and record anew, since ranks have done different things."""
+        """Drop both records and record anew, since ranks' records may differ: one whose data ended has missed forwards."""
         self.tracks = {True: Track(), False: Track()}
 
     def note(self, message: str) -> None:
@@ -91,8 +88,8 @@ class Schedule:
             rank 1     stem (     .      . ) head | head' (      .        . ) stem'   a text: it gathers where the record says
 
         The record is the same on all ranks, whichever rank skips. A unit that no rank used in the recorded step can only be
-        gathered if all ranks use it; otherwise ranks wait for one another until a StallError names it. It does not work for
-        communicators that match gathers and reductions by one order (NCCL), since a skipped unit has no reduction in its turn,
+        gathered if all ranks use it; otherwise ranks wait for one another until a StallError names it. The runtime does not ask
+        where communicators match gathers and reductions by one order (NCCL), since a skipped unit has no reduction in its turn,
         nor with `max_live_parameters`, since a unit's release then depends on the units gathered before.
 
         Empty if the record does not expect `visit`; in a step that begins in backward (a second backward over one graph); and for

@@ -62,7 +62,8 @@ class GroupLayout:
 class Inventory:
     """The parts of a model that zs.shard lays out, at whatever stage and on whatever tiers.
 
-    states: id of a parameter -> plan of its optimizer states; empty if neither an optimizer nor an option tells them. group_of: id -> its optimizer group.
+    states: id of a parameter -> plan of its optimizer states; empty if neither an optimizer nor an option tells them. group_of:
+    id of a parameter -> index of its optimizer group.
     """
 
     units: list[UnitPlan]
@@ -84,9 +85,9 @@ class Inventory:
     def lay_out(self, config: Config, topology: Topology) -> ModelLayout:
         """Return where all states lie on this rank. Nothing is allocated or written.
 
-        A unit's parameters are in buckets by dtype, requires_grad, whole at rest, quantized, cut along model axes, and format of
-        states. Within a bucket they are sorted by optimizer group, matrices before vectors. The fraction of the states that is
-        offloaded is spread evenly over the units.
+        Parameters of a unit share a flat buffer (bucket) if they are alike in dtype, requires_grad, whole at rest, quantized, cut
+        along model axes, and format of states. In it they are sorted by optimizer group, matrices before vectors. The fraction
+        of the states that is offloaded is spread evenly over the units.
         """
         sharded, whole, room = config.row.parameter is Placement.SHARDED, set(), config.model_persistence_threshold
         for spec in sorted((spec for unit in self.units for spec in unit.specs), key=lambda spec: spec.number):
@@ -119,7 +120,7 @@ class Inventory:
                     else:
                         offloaded_numel += numel
                     tier = config.offload_param.tier if sharded and not at_rest else Tier.DEVICE
-                    # a quantized gather overwrites this rank's own values, too, so that all ranks compute alike: masters keep the exact ones
+                    # a quantized gather also overwrites this rank's own values, so that ranks compute alike: masters are exact
                     rounded = (at_rest or not sharded) and values is not own.shards
                     master = _master_dtype(config, dtype, tier, offload.tier, topology.control.streams.separate_host, rounded)
                     gradient = dtype if dtype == torch.float64 else config.gradient_dtype
@@ -133,7 +134,7 @@ class Inventory:
 def _master_dtype(
     config: Config, dtype: torch.dtype, values: Tier, states: Tier, separate: bool, rounded: bool
 ) -> torch.dtype | None:  # fmt: skip
-    """Return the dtype of a group's masters (int16: split), or None. values, states: tiers. rounded: values at rest are not exact."""
+    """Return the masters' dtype, or None; int16: the bits that bf16 values lack. values, states: tiers. rounded: values are."""
     if config.master_weights and dtype in (torch.bfloat16, torch.float16):
         return torch.int16 if config.master_weights == "split" and dtype == torch.bfloat16 else torch.float32
     # masters are needed where the step can not reach the values, or runs beside forward and backward (a delayed update)
@@ -162,13 +163,13 @@ class ModelLayout:
         return self.topology.control.streams.separate_host
 
     def buffers(self) -> list[tuple[Topology, Buffers]]:
-        """Return, for each topology, the sizes of the buffers of the groups that are sharded over its ranks; the model's comes first."""
+        """Return, for each topology, the sizes of the buffers of groups that are sharded over its ranks; the model's is first."""
         divided = [] if self.topology.divided is None else [self.topology.divided]
         members = [(each, [group.sizes for group in self.groups if group.topology is each]) for each in (self.topology, *divided)]
         return [(topology, Buffers.of(self.config, self.separate, groups)) for topology, groups in members]
 
     def exceptions(self) -> Iterator[str]:
-        """Yield, for the report, what is exempt from quantization, and the parameters that stay whole though others are sharded."""
+        """Yield, for the report, what is exempt from quantization, and parameters that stay whole though others are sharded."""
         groups, weights, sent = self.groups, self.topology.weights, self.topology.sent
         packed = [each for each in groups if weights is not None and each.values is not each.topology.values]
         trained = [each for each in groups if sent is not None and each.sizes.gradient is not None]
@@ -193,7 +194,7 @@ class Builder:
     def __init__(self, runtime: Runtime, layout: ModelLayout, serial: int) -> None:
         """serial: number of this model."""
         self.runtime, self.layout, self.config, self.tiers = runtime, layout, layout.config, runtime.tiers
-        # of each topology, and of experts apart: the buffers from which gradients are sent, and shards that rest elsewhere
+        # by id of a Topology (experts have their own): buffers that gradients are sent from; buffers for shards from another tier
         self.pools: dict[int, tuple[StagingPool, StagingPool | None]] = {}
         self.tag = serial << 20  # number of the newest buffer: each model has 2**20 numbers of its own
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place

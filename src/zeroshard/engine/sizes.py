@@ -1,4 +1,4 @@
-"""Sizes of what a model's states take on a rank: of each flat buffer, and of the buffers of constant size that all units share."""
+"""Sizes of a model's states on a rank: of each flat buffer, and of the buffers of constant size that all units share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Group:
     gradient: dtype in which its gradient rests (None: frozen). states: the tier of masters and optimizer states. master: dtype of
     a master copy, or None; int16: the lower halves of masters whose upper halves are the values. columns: the optimizer states.
     whole: every rank has all values, at any stage.
-    unpadded: elements without the padding at the end, which is not stepped where a rank steps all; 0: there is no padding.
+    unpadded: elements without the padding at the end: what is stepped where each rank steps all (stage 0). 0: as `numel`.
     """
 
     numel: int
@@ -50,7 +50,8 @@ def rests_away(tier: Tier, separate: bool) -> bool:
 class Buffers:
     """Sizes of buffers of constant size, through which gradients are sent and shards pass between tiers.
 
-    sent, fetched: (bytes, count, most) of the pools of gradients and of gathered shards. landed: (bytes, count) of landings.
+    sent: (bytes of a buffer, buffers normally in use, most) of the pool that gradients are reduced from; fetched: of the pool
+    that shards from another tier are gathered from. landed: (bytes, buffers) for reduced gradients about to leave the device.
     """
 
     sent: tuple[int, int, int] = (0, 0, 0)

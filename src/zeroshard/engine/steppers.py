@@ -21,9 +21,9 @@ from .runs import Run
 class Job:
     """The step of one run, slab by slab.
 
-    options: those of the run's parameter group; attributes: numbers that the optimizer's class keeps as attributes; both with their
-    values before the step. gradient: where the gradient rests; the step multiplies it by `factor`. publish: whether the step also
-    writes the parameters. number: number of the step, on which stochastic rounding depends. after: the run's states after the step.
+    options: those of the run's parameter group; attributes: numbers that the optimizer's class keeps as attributes; both with
+    their values before the step. gradient: where the gradient rests; the step multiplies it by `factor`. publish: whether the
+    step also writes the parameters. number: of the step, for stochastic rounding. after: the run's states after the step.
     """
 
     run: Run
@@ -102,7 +102,7 @@ class WholeStep(ABC):
 
 @dataclass(frozen=True)
 class Steppers:
-    """The steppers of one optimizer. host, delayed: None where no states are offloaded, and no update is delayed.
+    """The steppers of one optimizer. host: None where no states are offloaded; delayed: None where no update is delayed.
 
     alone: ids of the parameters that `whole` steps.
     """

@@ -29,14 +29,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Topology:
-    """The Comms of one model.
+    """The Comms of one model, by what they are for. Without model axes, hops, replicas and compression all are one Comm.
 
-    control: all data-parallel ranks, which agree on the next operation. shards: the ranks over which a buffer is sharded; its
-    collectives are uncompressed. values, gradients: the Comms that gather and reduce. weights, sent: compression of gathers
-    and of reductions, None where they are not compressed. notes: sentences for a report. peers, world: see comm/mesh.py;
-    without model axes they are `control`. places, stages: ranks in `world` of each place (the data-parallel ones) and of each
-    pipeline stage. summed: see comm/mesh.py. divided: the Comms of parameters that an axis of data parallelism cuts
-    (experts), whose `cut` has the names of these axes; its `control` is the ranks with the same experts.
+    control: all data-parallel ranks, which agree on the next operation. peers: the ranks of this pipeline stage, which compute
+    norms of tensors together. world: all ranks of the mesh, which step together. shards: ranks over which a buffer is sharded;
+    does not compress. values, gradients: the Comms that all-gather and reduce-scatter; weights, sent: their compression, or None.
+    places: the ranks, in `world`, of each place: data-parallel ranks, with the same part of the model. stages: those of each
+    pipeline stage. summed: as GradientBuffer's. notes: sentences for a report. divided: the Topology of parameters that an axis
+    of data parallelism cuts (experts): its `control` is the ranks with the same experts, its `cut` the names of these axes.
     """
 
     control: DirectComm
@@ -66,7 +66,7 @@ class Topology:
         return cls(comm, peers or comm, world, places or everyone, stages or everyone, comm, comm, comm, summed=summed)
 
     def of(self, axes: Iterable[str]) -> Topology:
-        """Return the topology of parameters that `axes` cut: this one, or the divided one if one of them is of data parallelism."""
+        """Return the topology of parameters that `axes` cut: this one, or `divided` if one of them is of data parallelism."""
         return self if self.divided is None or self.divided.cut.isdisjoint(axes) else self.divided
 
     @property

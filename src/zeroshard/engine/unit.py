@@ -69,7 +69,7 @@ _ALLOWED = {
 class ParamGroup:
     """The parameters of a unit that share dtype and requires_grad: one flat buffer each for values and gradients.
 
-    topology: the ranks over which it is sharded and reduced: of `Topology.divided` for experts along an axis that cuts the batch.
+    topology: the ranks over which it is sharded and reduced; for experts that a data-parallel axis cuts, `Topology.divided`.
     params: parameters that the user sees, sharded or ordinary. compute: the compute parameters, which autograd sees.
     active: for each parameter, whether any rank had a gradient for it since the last zero_grad (the same on every rank).
     """
@@ -77,7 +77,7 @@ class ParamGroup:
     def __init__(
         self, unit: Unit, given: GroupLayout, values: ParameterBuffer, grads: GradientBuffer | None, masters: Rest | None
     ) -> None:  # fmt: skip
-        """masters: resting place of the masters; None if the optimizer steps the values. The builder then adds `params` and `compute`."""
+        """masters: where these rest; None if the optimizer steps the values. The builder then adds `params` and `compute`."""
         self.unit, self.runtime, self.values, self.grads = unit, unit.runtime, values, grads
         self.specs, self.layout, self.topology = list(given.specs), given.layout, given.topology
         self.comm: Comm = given.topology.shards
@@ -147,7 +147,7 @@ class ParamGroup:
         else:
             before = [torch_compat.version(param) for param in self.params]
             torch.autograd.graph.increment_version(self.params)
-            # fake tensors share one version counter, so a step adds more than 1
+            # what each counter has advanced by is no write of the program: more than 1 for fake tensors, which share one counter
             steps = [torch_compat.version(param) - seen for param, seen in zip(self.params, before, strict=True)]
             self.masters.versions = [version + step for version, step in zip(self.masters.versions, steps, strict=False)]
 
@@ -253,7 +253,7 @@ class Unit:
         self.sharded = bool(self.gathered)
         self.phase = Phase.SHARDED if self.sharded else Phase.READY
         self.lent = False  # the next release must let tensors that refer to the memory keep it (`ParamGroup.detach`)
-        self.lends = False  # some forward of it has returned views of its memory
+        self.lends = False  # a forward of it has returned views of its memory, once or more
         self.forward: UnitForward | None = None  # the outermost forward that runs inside
         self.entries = ModuleEntries(groups)
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in self.gathered)
@@ -274,7 +274,7 @@ class Unit:
         self._guarded = [
             param for group in self.gathered if not group.values.mapped for param in group.compute if type(param) is nn.Parameter
         ]
-        here = weakref.ref(self)
+        here = weakref.ref(self)  # weak, since parameters that the program keeps refer to the class that refers to the function
 
         def gather_for_backward() -> None:  # a backward uses a compute parameter that was kept beyond its forward
             unit = here()

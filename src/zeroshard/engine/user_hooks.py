@@ -82,7 +82,7 @@ class UserHook:
 
     def __init__(self, hook: Callable[[Tensor], object], group: ParamGroup, index: int, whole: bool) -> None:
         """whole: the hook runs before the gradient is sent, with the unit gathered."""
-        self.hook, self._group, self._index, self._whole = hook, weakref.ref(group), index, whole  # weak: see hooks.py
+        self.hook, self._group, self._index, self._whole = hook, weakref.ref(group), index, whole  # weak: see gradient_hook
 
     def __call__(self, given: Tensor) -> None:
         group = self._group()

@@ -1,15 +1,15 @@
 """VERBS: what each public function needs of a model before it begins. `begin` checks it, in one order for all of them.
 
     usable        no load has failed half-way, so that the values are of one state
-    every_rank    every rank has to be there: inside zs.join the function is refused once the data of some rank has ended, since that
-                  rank is past the loop. `begin` also notes the call for ranks that wait in vain for one that does not make it
+    every_rank    every rank has to make the call: inside zs.join it is refused once the data of some rank has ended, since that
+                  rank is past the loop. `begin` also notes the call, so that reports of a stall tell which rank did not make it
     disk          no rank has had an I/O error
     at_home       the states, some of rest.PARTS, that zs.offload_states must not have moved away
     recovers      what a failed backward has left is cleared first
     between_steps no forward, backward or zs.gathered is under way, so all states are at rest
 
-All but zs.close raise for a model that was closed. docs/reference/errors.md shows the table. What comes after the beginning is the
-verb's own: a writer calls the write gate.
+All but zs.close raise for a model that was closed. docs/reference/errors.md shows the table. What comes after the beginning is
+the verb's own: a writer calls the write gate.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ VERBS = {
 def begin(runtime: Runtime, verb: str, *also: str, note: bool = True) -> None:
     """Raise unless the model is as `verb` needs it.
 
-    also: states that this call needs at home beside those of its row. note: False where the call is noted already, and for zs.ema,
-    which a rank may leave out.
+    also: states that this call needs at home beside those of its row. note: False where the call is noted already, and for
+    zs.ema, which a rank may leave out.
 
     Raises:
         ModelClosed: after zs.close.

@@ -1,4 +1,4 @@
-"""Watches, which a runtime calls and which here notice nothing. Services give it others (guard/)."""
+"""Watches: checks that a runtime calls. Those of this file notice nothing; zs.shard gives it the ones of guard/."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelWatch:
     """A check that a model still has the parameters that zs.shard has installed."""
 
     def check(self, gathered: bool, thoroughly: bool = False) -> None:
-        """Raise ModelChanged if it has others. gathered: inside `zs.gathered`. thoroughly: also where that takes milliseconds."""
+        """Raise ModelChanged if the model has others. gathered: inside `zs.gathered`. thoroughly: may take milliseconds."""
 
 
 class ValueWatch:
@@ -40,7 +40,7 @@ class ValueWatch:
         return 0
 
     def agree(self, fingerprints: list[int] | None = None) -> None:
-        """Raise ModelMismatch on every rank if written values differ. fingerprints: of each rank, if exchanged already; else collective."""
+        """Raise ModelMismatch on every rank if written values differ. fingerprints: of all ranks; None: exchanges them."""
 
 
 def _silent(error: BaseException, runtime: Runtime, where: str) -> None:
@@ -49,7 +49,8 @@ def _silent(error: BaseException, runtime: Runtime, where: str) -> None:
 
 @dataclass(frozen=True)
 class Watches:
-    """The watches of a runtime. values, attendance: make one. tell: replaces an error that left a pass by one that says more, or returns."""
+    """The watches of a runtime. values: makes a ValueWatch, attendance an Attendance. tell: gets a failed pass's error; may raise one
+    that says more."""
 
     values: Callable[[DirectComm, list[ParamGroup]], ValueWatch] = ValueWatch
     attendance: Callable[[DirectComm, list[Unit], GradientAccount], Attendance] = Attendance

@@ -2,9 +2,9 @@
 
 moved        raise if states are away (zs.offload_states)
 recover      clear the state of a failed backward, and release the units that it had gathered
-invalidate   units drop copies that they fetched or gathered ahead of use, and wait for copies to the device that read their shards
+invalidate   units drop copies that they fetched or gathered ahead of use, and wait for copies to the device that read shards
 delayed      wait for the host's step of a delayed update
-saver        wait until a save in the background has copied
+saver        wait until a save in the background has copied what it saves
 stepper      the host's step drops the states that it has read ahead
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class WriteGate:
-    """Every writer calls `wait` or `before` first.
+    """The gate of one model. Who writes calls `before` first, a step `invalidate` and `refresh`; who reads states calls `wait`.
 
     delayed: the delayed update; stepper: the stepper of a step on the host. The optimizer's core sets both, if used.
     saver: the background saver of checkpoints, from the first save on.
@@ -44,7 +44,7 @@ class WriteGate:
             self.saver.await_copy()
 
     def invalidate(self) -> None:
-        """Clear a failed backward; have all units drop gathered and fetched copies of their shards, which are about to be written."""
+        """Clear a failed backward; let all units drop gathered and fetched copies of shards, which are about to be written."""
         self.runtime.recover()
         for unit in self.runtime.units:
             unit.invalidate()

@@ -1,8 +1,9 @@
-"""Attendance: ranks whose data has ended take part in each collective of the ranks that still have data (data/uneven.py).
+"""Attendance: which ranks still have data. A rank whose data has ended joins each collective of the others (data/uneven.py).
 
-    end of backward    each rank sends, ahead of the masks: has its data ended, number of backwards, of calls of zero_grad, which
-                       calls it has made that every rank must make
-    once one ended     ranks with data announce each event before it; ranks without data do the same, with zero weight
+    end of backward    every rank sends a header ahead of its masks: whether its data has ended, how often it has called backward
+                       and zero_grad, and a digest of its calls that every rank must make
+    a rank has ended   the ranks with data announce each gather, reduction, clip and step before it; the ranks without data then
+                       do the same, with gradients of zero
 
 As long as no rank's data has ended this costs fifteen bytes in a message that is sent in any case. Where a gather needs every
 rank, ranks inside `zs.join` send one message more in each forward: before its first gather they must know who has data.
@@ -22,9 +23,9 @@ from ..engine.gradient_account import GradientAccount
 from ..engine.unit import Phase, Unit
 from ..errors import CollectiveMismatch, ZeroshardError
 
-_HEADER = struct.Struct("<BIHHHI")  # flags, backwards, calls of zero_grad, calls that every rank makes: number and digest
+_HEADER = struct.Struct("<BIHHHI")  # flags; backwards; calls of zero_grad, to None and to zeros; `calls`: number and digest
 _ENDED, _LAST = 1, 2  # flags: this rank's data has ended; it computes with its last batch (zs.stop_together)
-_MOST_CALLS = 32  # since the last backward; of more calls none is compared
+_MOST_CALLS = 32  # a rank with more calls than this since its last backward does not compare them
 _NEXT = "what comes next"  # label of the message by which ranks with data announce an event
 
 
@@ -42,8 +43,8 @@ class AttendanceRecord(Attendance):
         self.zeroed = [0, 0]  # calls of zero_grad since the last exchange: to None, to zeros
         self.behind = [0, 0]  # calls of zero_grad that the leader has made and this rank has not: to None, to zeros
         self.unasked = True  # no exchange since the present forward began: one must come before its first gather
-        self.calls: list[str] = []  # what this rank has called since the last backward that every rank must call
-        self.compared = True  # calls are still compared: no difference was printed
+        self.calls: list[str] = []  # the calls that every rank must make and this rank has made since the last backward
+        self.compared = True  # False once a difference was printed
 
     @property
     def everyone_ended(self) -> bool:
@@ -66,7 +67,7 @@ class AttendanceRecord(Attendance):
         return _HEADER.pack(flags, self.account.plain, *zeroed, len(self.calls), _digest(self.calls))
 
     def meet(self, headers: list[bytes] | None) -> None:
-        """Update this view with the headers of all ranks, by rank, at the end of a backward; None: all have sent this rank's."""
+        """Update this view with the headers of all ranks, in rank order, at the end of a backward; None: all are equal."""
         self.meetings += 1
         if headers is None and not (self.serving or self.last or self.ended):
             self.lasts = self.latest = frozenset()
@@ -78,7 +79,7 @@ class AttendanceRecord(Attendance):
         self.lasts = frozenset(rank for rank, row in enumerate(rows) if row[0] & _LAST)
         ended = frozenset(rank for rank, row in enumerate(rows) if row[0] & _ENDED)
         self._note(ended, [list(row[2:4]) for row in rows])
-        dropped = sum(rows[self.leader][2:4])  # a rank that called zero_grad less often will drop its gradients: they don't count
+        dropped = sum(rows[self.leader][2:4])  # a rank that called zero_grad less often drops its gradients next: not counted
         backwards = [row[1] if sum(row[2:4]) >= dropped else 0 for row in rows]
         self.share = sum(backwards) / (max(backwards) * len(rows)) if ended and any(backwards) else 1.0
 
@@ -87,9 +88,9 @@ class AttendanceRecord(Attendance):
         self.calls.clear()
 
     def _compare(self, calls: list[tuple[int, int]]) -> None:
-        """Print, once, which calls this rank has made and others have not. calls: by rank, their number and digest.
+        """Print, once, which calls this rank has made and others have not. calls: number and digest of each rank.
 
-        Where ranks share memory such a call returns, and the program would first stall on a cluster.
+        Said here since ranks that share memory do not stall in such a call: the program would first stall on a cluster.
         """
         fewer = [rank for rank, (number, _) in enumerate(calls) if number < len(self.calls)]
         if not fewer or len(self.calls) > _MOST_CALLS:
@@ -113,7 +114,7 @@ class AttendanceRecord(Attendance):
         going_on = [rank for rank in range(len(zeroed)) if rank not in ended]
         if going_on:
             self.leader = going_on[0]
-        elif self.leader in self.ended:  # it ended earlier, so ranks whose data ends now have gone further
+        elif self.leader in self.ended:  # no rank has data, and the leader's ended before: those ending now took more steps
             self.leader = min(ended - self.ended)
         self.latest = ended - self.ended
         self.behind = [theirs - mine for theirs, mine in zip(zeroed[self.leader], zeroed[self.comm.rank], strict=True)]
@@ -153,7 +154,7 @@ class AttendanceRecord(Attendance):
     def note(self, what: str) -> None:
         if self.together and not self.joined:
             self.comm.progress.note_call(what)
-            if len(self.calls) <= _MOST_CALLS:  # a server calls forwards without end
+            if len(self.calls) <= _MOST_CALLS:  # bounded, since a server runs forwards and no backward, which clears it
                 self.calls.append(what)
 
     def refuse(self, what: str) -> None:
