@@ -76,3 +76,19 @@ def test_an_observer_may_remove_itself():
     ledger.enter(GATHERED, 5)
     ledger.enter(GATHERED, 7)
     assert told == [5] and ledger.now[GATHERED] == 12
+
+
+def test_a_finalizer_that_strikes_inside_of_an_entry_does_not_wait_for_it(monkeypatch):
+    """The garbage collector may release a detached buffer at any allocation, so also inside of `enter`."""
+    ledger = Ledger()
+    ledger.enter(GATHERED, 4)
+
+    class Total(dict):
+        def values(self):  # `enter` adds them up inside of its lock
+            if self.pop("collects", None):
+                ledger.strike(GATHERED, 4)
+            return super().values()
+
+    ledger.now = Total(ledger.now, collects=1)
+    ledger.enter(GATHERED, 8)
+    assert ledger.now[GATHERED] == 8

@@ -111,7 +111,8 @@ class Ledger:
         self.moved: dict[tuple[Tier, Tier], int] = defaultdict(int)
         self.ahead: dict[tuple[Tier, Tier], int] = defaultdict(int)
         self._observers: OrderedDict[int, Observer] = OrderedDict()  # no dict, since RemovableHandle refers to it weakly
-        self._lock = threading.Lock()
+        # reentrant: the garbage collector may run a finalizer that strikes (engine/flat_buffer.py:detach) inside of `enter`
+        self._lock = threading.RLock()
         found = listener.get()
         if found is not None:
             found.watch(self)
