@@ -48,11 +48,11 @@ from .guard.model_changes import ModelWatch, ValueWatch
 from .guard.out_of_memory import tell, telling_shortage
 from .guard.rank_consistency import agree_on_initial_values, check_same_model
 from .guard.shared_storage import check_sharing
-from .optim.late_optimizer import watch
-from .optim.sharded_optimizer import ShardedOptimizer, shard_optimizer
+from .late_optimizer import watch
 from .optim.take_over import TakeOver
 from .optim.validation import check_optimizer
 from .seam import Engine
+from .sharded_optimizer import ShardedOptimizer, shard_optimizer
 from .state.parameter_access import whole_states
 from .state.slices import named_parts
 from .state.state_view import state_by_param

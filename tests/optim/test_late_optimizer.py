@@ -18,10 +18,10 @@ from optimizers import ALL_STAGES, DATA, MODEL, OPTIMIZERS, WORLD, backward
 from torch import nn
 
 import zeroshard as zs
+from zeroshard import late_optimizer
 from zeroshard.comm.launch import run_processes
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.formats.state_codecs import coded_column
-from zeroshard.optim import late_optimizer
 from zeroshard.testing import run_threads
 from zeroshard.tiers import room
 from zeroshard.utils.host_memory import Limit

@@ -23,7 +23,7 @@ from ...errors import ConfigError
 from .sharding import Sharding, whole_state_dict
 
 if TYPE_CHECKING:
-    from ...optim.sharded_optimizer import ShardedOptimizer
+    from ...sharded_optimizer import ShardedOptimizer
 
 
 class _Around(nn.Module):

@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..config import Tier
-from ..engine.ledger import OPTIMIZER
-from ..engine.optimizer import OptimizerCore, Tally
-from ..errors import ConfigError, ModelClosed
-from ..formats.state_plans import state_plans
-from ..guard.rank_consistency import check_alike, described_optimizer
-from ..tiers.estimate import Place
-from ..tiers.room import check_room
-from ..utils.autograd import in_backward
+from .config import Tier
+from .engine.ledger import OPTIMIZER
+from .engine.optimizer import OptimizerCore, Tally
+from .errors import ConfigError, ModelClosed
+from .formats.state_plans import state_plans
+from .guard.rank_consistency import check_alike, described_optimizer
 from .lr_schedulers import respect_skipped_steps
+from .optim.take_over import TakeOver
+from .optim.validation import check_optimizer, held_optimizers
 from .sharded_optimizer import OfShardedModel, derived, homes_of, runtimes_of, shard_optimizer
-from .take_over import TakeOver
-from .validation import check_optimizer, held_optimizers
+from .tiers.estimate import Place
+from .tiers.room import check_room
+from .utils.autograd import in_backward
 
 if TYPE_CHECKING:
     _Optimizer = torch.optim.Optimizer
