@@ -142,6 +142,59 @@ def test_other_errors_stay_what_they_are(error):
             assert caught.value is error and caught.value.__cause__ is None
 
 
+@pytest.mark.parametrize("world", [1, WORLD])
+@pytest.mark.parametrize("late", [False, True], ids=["at-first", "once-taken"])
+def test_a_gather_without_memory_names_its_unit(monkeypatch, world, late):
+    """Wherever it is begun: in a forward, an evaluation, by zs.gathered, in a backward. Then all goes on."""
+    wanted, plain = threading.local(), ParameterBuffer.gather
+
+    def gather(buffer):
+        fails = buffer.label.startswith(f"gather {getattr(wanted, 'unit', None)} ")
+        if fails and not late:
+            raise torch.OutOfMemoryError(TORCHS)
+        work = plain(buffer)
+        if fails:
+            work.wait()
+            raise torch.OutOfMemoryError(TORCHS)
+        return work
+
+    monkeypatch.setattr(ParameterBuffer, "gather", gather)
+
+    def forward(model):
+        model(DATA[0])
+
+    def evaluation(model):
+        with torch.no_grad():
+            model(DATA[0])
+
+    def program(model):
+        with zs.gathered(model):
+            pass
+
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3, units="leaf", map_shared=False)
+        assert [unit.name for unit in runtime_of(model).units] == ["0", "1.layer", "2"]
+        step(model, optimizer, rank)
+        for use in (forward, evaluation, program, None):  # None: a backward
+            loss = model(DATA[rank]).square().mean() if use is None else None
+            wanted.unit = "1.layer"
+            with pytest.raises(zs.DeviceMemoryError) as caught:
+                loss.backward() if use is None else use(model)
+            wanted.unit = None
+            lines = str(caught.value).splitlines()
+            assert lines[0] == TORCHS and str(caught.value).count("had no memory") == 1
+            assert lines[1].startswith(
+                f"rank {rank} of {world} had no memory for this in the gather of 1.layer of step 2 (stage 3, fp32)"
+            )
+            assert type(caught.value.__cause__) is torch.OutOfMemoryError
+            optimizer.zero_grad()
+        step(model, optimizer, rank)
+        assert not optimizer.last_step.skipped and optimizer.last_step.grad_norm > 0
+
+    run_threads(world, rank_run)
+
+
 def test_it_is_told_once_where_one_sharded_model_calls_another():
     inner, _ = zs.shard(copy.deepcopy(MODEL), None, stage=3)
 

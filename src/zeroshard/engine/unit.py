@@ -350,7 +350,7 @@ class Unit:
         try:
             for group in self.gathered:
                 self._works.append(group.values.gather())
-        except BaseException:  # KeyboardInterrupt, too; the program may catch it and go on, with a smaller batch
+        except BaseException as error:  # KeyboardInterrupt, too; the program may catch it and go on, with a smaller batch
             for work in self._works:
                 work.wait()
             self._works = []
@@ -358,6 +358,7 @@ class Unit:
                 group.values.cancel_fetch()
                 group.values.release()
             self._move(Phase.SHARDED)
+            self.runtime.watches.tell(error, self.runtime, f"the gather of {self.name}")
             raise
 
     def wait_for_unshard(self) -> None:

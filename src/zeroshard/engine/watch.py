@@ -49,8 +49,8 @@ def _silent(error: BaseException, runtime: Runtime, where: str) -> None:
 
 @dataclass(frozen=True)
 class Watches:
-    """The watches of a runtime. values: makes a ValueWatch, attendance an Attendance. tell: gets a failed pass's error; may raise one
-    that says more."""
+    """The watches of a runtime. values: makes a ValueWatch, attendance an Attendance. tell: gets the error of a failed pass or gather;
+    may raise one that says more."""
 
     values: Callable[[DirectComm, list[ParamGroup]], ValueWatch] = ValueWatch
     attendance: Callable[[DirectComm, list[Unit], GradientAccount], Attendance] = Attendance
