@@ -96,15 +96,15 @@ class _DistWork(Collective):
     def wait(self) -> None:
         if self.comm.goes_on:
             self.watch()
-        works, self.works = self.works, []
-        transfer, self.transfer = self.transfer, None
+        transfer = self.transfer
         if transfer is not None and self.comm.goes_on:
             self.comm.wait_until(transfer.done, self.label)
         with _Explained(self.comm, self.label):
-            for work in works if transfer is None else ():
+            for work in self.works if transfer is None else ():
                 work.wait()
             if transfer is not None:
                 transfer.result()
+        self.works, self.transfer = [], None  # not before: where a signal's handler has raised in the wait, the next one waits again
 
     def drained(self) -> bool:
         return self.transfer is None and not self.works
