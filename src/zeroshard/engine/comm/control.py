@@ -1,6 +1,8 @@
 """The control messages of a group (`Control`), on the host: by them ranks agree, wait for one another and learn of failures.
 
-A *fence* separates the times when ranks write their shards from the times when peers read them.
+A *fence* separates the times when ranks write their shards from the times when peers read them (in shared memory):
+
+    write own shard | fence_read | gather: read peers' shards | fence_write | write own shard
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class HopQueue:
         self._busy = False
 
     def advance(self) -> None:
-        """Begin the second collective of all hops whose first is over; of those that are matched by order, in their order."""
+        """Begin the second collective of each of the Hops whose first collective is over.
+
+        Of the Hops of one `queue` (collectives that are matched by order) none begins before all earlier ones.
+        """
         if self._busy or not self.items:  # busy: a `begin` below has called a collective, which polls
             return
         self._busy = True
@@ -188,7 +193,7 @@ class Control(Group, ABC):
         self.fail(Failure(self.ranks[self.rank], reason, error))
 
     def fail(self, failure: Failure) -> None:
-        """Send the peers the failure for which the group can not go on: this rank's, or a peer's that others may not know."""
+        """Send the peers a failure, of this rank or of a peer, that ends the work of the group; others may not know of it yet."""
 
     def leave(self) -> None:
         """Send the messages that are still queued, and leave the group for good, since this rank ends."""

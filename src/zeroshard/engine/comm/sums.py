@@ -80,7 +80,10 @@ def sum_by_chunks(
 
 
 def exact_share(num_ranks: int) -> float:
-    """Return a power of two of at most 1 / num_ranks: scaled by it, the terms of a sum over the ranks do not overflow fp16."""
+    """Return the largest power of two that is at most 1 / num_ranks: 1/2 for 2 ranks, 1/4 for 3.
+
+    Scaled by it, the terms of a sum over the ranks do not overflow fp16; a power of two rounds nothing but subnormal results.
+    """
     return 2.0 ** -(num_ranks - 1).bit_length()
 
 
