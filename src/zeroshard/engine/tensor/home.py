@@ -21,8 +21,8 @@ class Ranks(Protocol):
 class Home:
     """Owner of a sharded tensor's storage: has its name and cut, reads and writes the slice, gathers from other ranks.
 
-    What a subclass does not define is as for a slice that the tensor itself holds, that no other rank reads and that has neither
-    gradient nor masters.
+    The methods here suit the simplest case, and subclasses override what differs: the tensor itself holds the slice
+    (`Sliced._held`), no other rank reads it, and it has neither gradient nor master weights.
     """
 
     name: str
@@ -57,7 +57,11 @@ class Home:
 
     @property
     def traced(self) -> bool:
-        """True if ranks compare how they have computed what they wrote: each keeps a trace, a checksum of that."""
+        """True if ranks compare what they write to the tensor.
+
+        Their slices differ anyway, so each keeps a trace, a checksum of how it has computed what it wrote: see
+        engine/tensor/sharded_tensor.py:_record_trace.
+        """
         return False
 
     @property
@@ -174,6 +178,7 @@ class RangeHome(DerivedHome):
         return self.parent.undivided
 
     def note(self, trace: int, anew: bool) -> None:
+        # with the name: the same operation on other rows is another write. Not anew: the parent's other rows keep their values
         self.parent.note(zlib.crc32(f"{self.name} {trace}".encode()), False)
 
     def before_write(self) -> None:
@@ -190,7 +195,11 @@ class RangeHome(DerivedHome):
 
 
 class Sliced(Tensor):
-    """A tensor of the global shape, of which this rank holds elements [home.start, home.stop), flattened."""
+    """A tensor of the global shape, of which this rank holds elements [home.start, home.stop), flattened.
+
+    Of shape (2, 3), rank 0 may hold elements 0 to 3 as (4,), and rank 1 elements 4 and 5 as (2,). The cut may lie inside of a
+    row, and a rank may hold no elements.
+    """
 
     _held: Tensor | None  # (stop - start,), or None: the home fetches the slice at rest
     _home: Home
