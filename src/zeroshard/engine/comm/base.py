@@ -43,8 +43,8 @@ class Region:
     """A flat tensor and the shards of all ranks, as far as this rank can read them.
 
     tensor: (world * shard_numel,) or (shard_numel,); shards[r]: (shard_numel,) of rank r, or None where this rank can
-    not read it; wholes[r]: the whole tensor of rank r, where `tensor` is whole and peers can read it, else the list is empty.
-    common: `tensor` is the same memory on all ranks.
+    not read it; wholes[r]: the whole tensor of rank r, or None as well; no entries where `tensor` is one shard, or no peer can
+    read it. common: `tensor` is the same memory on all ranks.
     """
 
     tensor: Tensor
@@ -337,7 +337,10 @@ class DirectComm(Control, Comm):
         """
 
     def open_sums(self) -> int:
-        """Prepare `reduce_scatter` and `all_reduce` for one model, in a group that `adds` (collective). Return their number."""
+        """Prepare `reduce_scatter` and `all_reduce` for one model; return the `number` to call them with (collective).
+
+        Only where `adds` is not 0.
+        """
         return 0
 
     def close_sums(self, number: int) -> None:

@@ -94,7 +94,8 @@ class Group:
     nodes: list[int]  # node number of each rank. Links inside a node are fast, links between nodes are slower
     device: torch.device
     ordered: bool = False
-    # how often the backend sends each slice of a sum (`DirectComm.reduce_scatter`): 2 by an all-reduce, as gloo; 0: it has no sums
+    # slices that a rank sends for each peer in `DirectComm.reduce_scatter`: 1, or 2 if it is done by an all-reduce (gloo); 0: the
+    # backend has no sums
     adds: int = 0
     shares_memory: bool = False  # peers read this rank's regions, so `allocate` is collective
     copies: bool = False  # this rank gathers resting shards by copying them: no peer has to take part

@@ -80,7 +80,8 @@ def round_sizes(world_size: int) -> list[int]:
 class _DistWork(Collective):
     """Collective over several c10d works. It keeps them, and so their tensors, until `wait`.
 
-    A c10d work of gloo can not be polled: where `done` is needed, a thread waits for it, in the future `transfer`.
+    gloo's work of an isend or irecv can not be polled: is_completed() is False until wait() has returned, also after the data has
+    come. So where `done` is needed, a thread waits for the works, in the future `transfer`.
     """
 
     def __init__(self, comm: DistComm, works: list, label: str, watch: bool = False) -> None:
