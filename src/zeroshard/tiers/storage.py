@@ -183,7 +183,7 @@ class _Folder:
 
 
 class FurtherTiers(Tiers):
-    """Tiers of a model with offload: makes resting places on device, host and disk, and owns the disks' folders and engines."""
+    """Tiers with resting places on the device, on the host and on disk; owns the folders and file engines of the latter."""
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
         super().__init__(comm, ledger)
