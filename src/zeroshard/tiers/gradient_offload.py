@@ -122,7 +122,7 @@ class GradientOffload(Departure):
             pending = self.tiers.copy(arrived, landed, Tier.DEVICE, Tier.HOST)
             landings.give(buffer, pending)
             self.arriving = (arrival, arrived, add, pending)
-        # read after `give`: the next reduction into the buffer is ordered behind the current stream's work so far (`Streams.beside`)
+        # read after `give`: the next reduction into it is ordered behind the current stream's work so far (`Streams.beside`)
         dtype = torch.promote_types(landed.dtype, torch.float32)
         return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()  # while it is still on the device
 
