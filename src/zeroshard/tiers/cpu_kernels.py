@@ -317,8 +317,7 @@ class Team:
     def run(self, work: Callable[[], None]) -> None:
         """Run work() on every thread, without autograd; when all are done, return or raise the first error."""
         helper = torch.no_grad()(work)  # grad mode is per thread
-        # entered before a helper starts: a helper's initializer also sets the number for threads that have not used torch yet, and
-        # leaving the context sets that back
+        # entered before a helper starts, whose initializer also sets the number of threads new to torch; leaving sets that back
         with stepping_threads(1):
             helpers = [self._helpers.submit(helper) for _ in range(self.threads - 1)] if self._helpers else []
             try:

@@ -57,10 +57,7 @@ def held_by(layout: ModelLayout) -> dict[Place, int]:
 
 
 def farther(layout: ModelLayout, on_host: set[Tier]) -> Iterator[tuple[dict[str, object], dict[str, int]]]:
-    """Yield options of a higher stage or with offload to a further tier, each with the bytes that a rank would then hold.
-
-    The bytes are of the host's memory, by category (`Need.parts`). on_host: the tiers that are in the host's memory.
-    """
+    """Yield (options of a higher stage or a further tier, bytes by category that a rank would then hold of the host's memory)."""
     for options in layout.config.farther():
         try:
             config = replace(layout.config, offload_path=layout.config.offload_path or ".", **options)

@@ -9,11 +9,8 @@ will sum. A *shard* region is one shard.
     reduce      whole tensors of every rank -> the sum of my shard   (reduce-scatter: partial -> sharded)
     all_to_all  part r of my tensor -> rank r                        (activations, among the ranks of a DirectComm)
 
-Two ranks with the whole tensors [1 2 3 | 4 5 6] and [10 20 30 | 40 50 60], and what each rank gets:
-
-    collect              rank 0: [1 2 3], [10 20 30]    rank 1: [4 5 6], [40 50 60]
-    reduce, scale 1/2    rank 0: [5.5 11 16.5]          rank 1: [22 27.5 33]
-    gather of these      both:   [5.5 11 16.5 22 27.5 33]
+Two ranks with the whole tensors [1 2 3 | 4 5 6] and [10 20 30 | 40 50 60]: rank 0 collects [1 2 3] and [10 20 30]. Reduced with
+scale 1/2, rank 0 has [5.5 11 16.5] and rank 1 [22 27.5 33]; a gather of these gives [5.5 11 16.5 22 27.5 33] to both.
 
 Reductions sum in fp32 in rank order, in whatever dtype values were sent: the result does not depend on timing or backend. Comms
 that call other Comms (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which sends to its ranks
@@ -200,10 +197,7 @@ class Comm(Group, ABC):
         """Announce gathers, from region `number` (0: one without a number), of shards of `numel` elements (collective)."""
 
     def read_precise(self, number: int, precise: Callable[[], Tensor | None]) -> None:
-        """Register `precise`, which returns the master weights of region `number`'s shard, or None where they can not be used.
-
-        A gather that compresses encodes these instead of the parameters, which are rounded to a lower precision.
-        """
+        """Register a function that returns region `number`'s shard of master weights, or None: compressing gathers encode these."""
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         """Announce reductions of `world_size` slices of `numel` elements each. Call for each, before the first reduction."""
@@ -212,10 +206,7 @@ class Comm(Group, ABC):
         """Announce reductions of `numel` elements under `tag`. slots: (offset, shape) of each parameter among them."""
 
     def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
-        """Return the bytes of this Comm's buffers on this rank once all are in use. Nothing is reserved or allocated.
-
-        values: (elements, dtype) of each shard to be announced by `reserve`; slices: of each to be announced by `reserve_slices`.
-        """
+        """Return the bytes that buffers would take on this rank, all in use, if these shards and slices were reserved."""
         return 0
 
     def open(self) -> None:
@@ -283,8 +274,7 @@ class Comm(Group, ABC):
 
         def combine(parts: list[Tensor]) -> Outcome:
             total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
-            # `total` is None for an `out` in 16 bits (the result of a first hop: look at its elements) and on a GPU (do not look:
-            # the host would have to wait for the sum)
+            # `total` is None for an `out` of 16 bits (of a first hop), and on a GPU, where a look at `out` would make the host wait
             rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"
             if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):  # finite: no rank has to be named
                 return total, ()
@@ -337,10 +327,7 @@ class DirectComm(Control, Comm):
         """
 
     def open_sums(self) -> int:
-        """Prepare `reduce_scatter` and `all_reduce` for one model; return the `number` to call them with (collective).
-
-        Only where `adds` is not 0.
-        """
+        """Prepare `reduce_scatter` and `all_reduce` for one model, where `adds` > 0 (collective). Return their `number`."""
         return 0
 
     def close_sums(self, number: int) -> None:

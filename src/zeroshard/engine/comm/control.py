@@ -1,8 +1,7 @@
 """The control messages of a group (`Control`), on the host: by them ranks agree, wait for one another and learn of failures.
 
-A *fence* separates the times when ranks write their shards from the times when peers read them (in shared memory):
-
-    write own shard | fence_read | gather: read peers' shards | fence_write | write own shard
+A *fence* separates the times when ranks write their shards from the times when peers read them, where ranks share memory: write
+own shard, fence_read, gather (read peers' shards), fence_write, write own shard.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ class HopQueue:
         self._busy = False
 
     def advance(self) -> None:
-        """Begin the second collective of each of the Hops whose first collective is over.
-
-        Of the Hops of one `queue` (collectives that are matched by order) none begins before all earlier ones.
-        """
+        """Begin the second collective of all hops whose first is over; of one `queue`, none begins before an earlier one."""
         if self._busy or not self.items:  # busy: a `begin` below has called a collective, which polls
             return
         self._busy = True
@@ -94,8 +90,7 @@ class Group:
     nodes: list[int]  # node number of each rank. Links inside a node are fast, links between nodes are slower
     device: torch.device
     ordered: bool = False
-    # slices that a rank sends for each peer in `DirectComm.reduce_scatter`: 1, or 2 if it is done by an all-reduce (gloo); 0: the
-    # backend has no sums
+    # slices sent for each peer in `DirectComm.reduce_scatter`: 2 if done by an all-reduce (gloo), else 1; 0: there are no sums
     adds: int = 0
     shares_memory: bool = False  # peers read this rank's regions, so `allocate` is collective
     copies: bool = False  # this rank gathers resting shards by copying them: no peer has to take part

@@ -1,18 +1,15 @@
 """Pools of buffers of constant size (ZeRO-R's CB, arXiv 1910.02054, 5.2.2): regions from which a rank's peers read.
 
-Gradients are reduced from them, and offloaded shards are all-gathered from them. tiers/pool.py has pools of memory that peers
-do not read.
+Gradients are reduced from them, and offloaded shards all-gathered. tiers/pool.py has pools of memory that no peer reads.
 
 A gradient buffer is taken when a unit's first gradient comes and given back when its reduction has started; it can be taken
 again once no rank reads it any more. Normally `count` buffers are used, in turn, so that the memory in use does not depend on the
-speed of ranks and disks. Further buffers are used when ranks use units in different orders and would otherwise wait for one
-another for ever: two ranks with one buffer each, of which rank 0 has started to reduce A and needs a buffer for B, while rank 1
-has started B and needs one for A. A further buffer stays in turn with the others, so ranks that use other experts in each step
-wait in the first steps only.
+speed of ranks and disks. Further buffers are used when ranks use units in different orders and would otherwise wait for ever, as
+two ranks with a buffer each: rank 0 has started to reduce A and needs one for B, rank 1 has started B and needs one for A. They
+stay in turn with the others, so ranks that use other experts in each step wait in the first steps only.
 
-Where ranks share memory, peers read every region of a StagingPool (see comm/base.py). So all `limit` buffers are allocated at the
-start (collective); those that were never taken are address space alone. Elsewhere a further buffer is allocated when it is
-needed, however many there are.
+Where ranks share memory, peers read every region of a StagingPool (see comm/base.py): all `limit` buffers are allocated at the
+start (collective), and those never taken are address space alone. Elsewhere a further buffer is allocated when it is needed.
 
 Threads: one at a time may be in a pool, which is checked (`ThreadsMet`): the rank's own thread or, in a backward on a GPU,
 autograd's thread while the rank's own waits.
@@ -52,10 +49,7 @@ class StagingPool:
     def __init__(
         self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING, *, passing: bool = False
     ) -> None:
-        """passing: running collectives give taken buffers back when a later hop starts, which a wait continues.
-
-        So a wait for a buffer ends by itself, even while every buffer is taken.
-        """
+        """passing: running collectives give taken buffers back in a later hop, so a wait ends even where all are taken."""
         self.passing, self.turn = passing, Turn(f"the pool of buffers ({category})")
         self.comm, self.ledger, self.count, self.category = comm, ledger, count, category
         self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also where it serves as one shard
@@ -136,8 +130,7 @@ class StagingPool:
                 if waited > self._longest_s:
                     self._longest_s = _PATIENCE_S
                     return self._further()
-                # this wait might never end: every buffer is taken, and this rank gives none back while it waits; or a peer has
-                # announced a wait as well, perhaps for this rank
+                # perhaps for ever: all are taken, and this rank, which waits, gives none back; or a peer waits, too, for this rank
                 if (not waiting and not self.passing) or (announced and self.comm.control.peers_wait()):
                     return self._further()
                 if waited > _PATIENCE_S and not announced:

@@ -41,8 +41,7 @@ from .sums import piece_numel
 
 _WAITERS = 64  # most collectives for which threads wait at a time
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
-# with more ranks, `exchange` first adds up digests of the ranks' payloads, and gathers the payloads only if these differ
-MANY = 32
+MANY = 32  # with more ranks, `exchange` first adds up digests of the payloads, and gathers the payloads only if these differ
 _TOLD = 8  # most ranks of a group in a round of that sum (`round_sizes`), unless the number of ranks has a larger prime factor
 _WORDS, _MOST_NUMBERS = 5, 11  # fp64 numbers in that sum: words of the digest, and at most so many that `compare` adds up
 
@@ -61,10 +60,7 @@ def collectives_of(nbytes: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def round_sizes(world_size: int) -> list[int]:
-    """Return the size of the groups in each round of `DistComm._add_up`; their product is `world_size`.
-
-    [6] for 6 ranks, [4, 3] for 12, [8, 8, 8, 8] for 4,096, and [37] for 37.
-    """
+    """Return the size of the groups in each round of `_add_up`, the product being `world_size`: [4, 3] for 12, [37] for 37."""
     sizes, factor = [1], 2
     while world_size > 1:
         if world_size % factor:
@@ -80,8 +76,7 @@ def round_sizes(world_size: int) -> list[int]:
 class _DistWork(Collective):
     """Collective over several c10d works. It keeps them, and so their tensors, until `wait`.
 
-    gloo's work of an isend or irecv can not be polled: is_completed() is False until wait() has returned, also after the data has
-    come. So where `done` is needed, a thread waits for the works, in the future `transfer`.
+    gloo's works of isend and irecv can not be polled: where `done` is needed, a thread waits for them, in the future `transfer`.
     """
 
     def __init__(self, comm: DistComm, works: list, label: str, watch: bool = False) -> None:
@@ -240,10 +235,7 @@ class DistComm(DirectComm):
             self.nodes = self.desk.nodes() or self.nodes
 
     def join(self, local: DirectComm) -> None:
-        """Make every wait here also answer the ranks of this host in `local`.
-
-        Waits in `local` continue this Comm's hops, since comm/backend_select.py gives both the same HopQueue.
-        """
+        """Make every wait here serve this host's ranks in `local`. (Waits there continue hops of both: they share `pending`.)"""
         if self.beside:  # joined already
             return
         self.beside.append(local.serve)
@@ -362,11 +354,7 @@ class DistComm(DirectComm):
         return self._summed(functools.partial(dist.all_reduce, tensor), then, number, label, 2 * tensor.nbytes // self.world_size)
 
     def _summed(self, start: Callable[..., Any], then: Callable[[], None], number: int, label: str, nbytes: int) -> Collective:
-        """Start a sum by the backend, and call `then` after it.
-
-        nbytes: bytes that a rank sends in a ring, divided by the number of its peers. In an all-reduce of 6 numbers, each of two
-        ranks sends 6, each of three ranks 8, that is, 4 for each of two peers.
-        """
+        """Start a sum by the backend, then call `then`. nbytes: what a rank sends in a ring, divided by its number of peers."""
         self.progress.note(label)
         with _Explained(self, label):
             works = [start(group=self._summing[number], async_op=True)]
@@ -440,18 +428,16 @@ class DistComm(DirectComm):
     def _add_up(self, told: Tensor, label: str) -> Tensor:
         """Return the sums of numbers over all ranks, the same bits on every rank (collective).
 
-        In each round the ranks of a small group send each other their sums so far. 12 ranks: ranks 0 to 3 (and 4 to 7, 8 to 11)
-        add up their numbers, then ranks 0, 4 and 8 (1, 5, 9; ...) add up these sums. (gloo's own reduction goes around one ring
-        of all ranks, however few the bytes: 8,190 hops among 4,096 ranks, where these are 28 messages in four rounds.) No process
-        groups are made for that.
+        In each round the ranks of a small group send each other their sums so far: of 12 ranks, first 0 to 3 (4 to 7, 8 to 11),
+        then 0, 4 and 8 (1, 5, 9; ...). (gloo's own reduction goes around one ring of all ranks, however few the bytes: 8,190 hops
+        among 4,096 ranks, where these are 28 messages in four rounds.) No process groups are made for that.
         """
         stride = 1
         for size in round_sizes(self.world_size):
             place = self.rank // stride % size
             mates = {other: self.ranks[self.rank + (other - place) * stride] for other in range(size) if other != place}
             parts = [torch.empty_like(told) if other != place else told for other in range(size)]
-            # a mate may send for its next sum before this one is received: messages of one pair of ranks stay in order, so that
-            # one tag is enough
+            # a mate may send for its next sum before this one is received: messages of a pair stay in order, so one tag is enough
             works = [dist.irecv(parts[other], mate, self._control) for other, mate in mates.items()]
             works += [dist.isend(told, mate, self._control) for mate in mates.values()]
             _DistWork(self, works, label).wait()

@@ -80,10 +80,7 @@ def sum_by_chunks(
 
 
 def exact_share(num_ranks: int) -> float:
-    """Return the largest power of two that is at most 1 / num_ranks: 1/2 for 2 ranks, 1/4 for 3.
-
-    Scaled by it, the terms of a sum over the ranks do not overflow fp16; a power of two rounds nothing but subnormal results.
-    """
+    """Return the largest power of two up to 1 / num_ranks (3 ranks: 1/4): scaled by it, sums over ranks do not overflow fp16."""
     return 2.0 ** -(num_ranks - 1).bit_length()
 
 

@@ -3,9 +3,8 @@
     5 * p.full_tensor().pow(2).sum()      every rank computes with the whole: gradients are averaged over ranks, as any others
     5 * p.to_local().pow(2).sum()         every rank computes with its slice: the loss is the ranks' sum, and is not averaged
 
-Two ranks, p cut as [1 2 | 3]: in the first line each rank's loss is 70, in the second rank 0 has 25 and rank 1 has 45; in both
-p.grad is [10 20 30]. Autograd accumulates these gradients on the compute parameter, together with those of forwards; they are
-reduced alike.
+Two ranks, p cut as [1 2 | 3]: the losses are 70 and 70 in the first line, 25 and 45 in the second; in both p.grad is [10 20 30].
+Autograd accumulates these gradients on the compute parameter, together with those of forwards; they are reduced alike.
 """
 
 from __future__ import annotations

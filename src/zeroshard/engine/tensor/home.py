@@ -57,11 +57,7 @@ class Home:
 
     @property
     def traced(self) -> bool:
-        """True if ranks compare what they write to the tensor.
-
-        Their slices differ anyway, so each keeps a trace, a checksum of how it has computed what it wrote: see
-        engine/tensor/sharded_tensor.py:_record_trace.
-        """
+        """True if ranks compare their writes by traces: checksums of how each has computed what it wrote (`_record_trace`)."""
         return False
 
     @property
@@ -197,8 +193,7 @@ class RangeHome(DerivedHome):
 class Sliced(Tensor):
     """A tensor of the global shape, of which this rank holds elements [home.start, home.stop), flattened.
 
-    Of shape (2, 3), rank 0 may hold elements 0 to 3 as (4,), and rank 1 elements 4 and 5 as (2,). The cut may lie inside of a
-    row, and a rank may hold no elements.
+    Of shape (2, 3), two ranks may hold (4,) and (2,): the cut may lie inside of a row. A rank may hold no elements.
     """
 
     _held: Tensor | None  # (stop - start,), or None: the home fetches the slice at rest

@@ -215,10 +215,7 @@ class ReplicatedParameter(ReadableWhole):
 
     @property
     def data(self) -> Tensor:
-        """The value, detached. Writes to it advance the parameter's version counter, by which master weights notice them.
-
-        An assigned value is copied.
-        """
+        """The value, detached; writes to it advance the parameter's version counter, which masters watch. Assigning copies."""
         return self.detach()
 
     @data.setter
@@ -433,10 +430,7 @@ def _rows(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
 
 
 def _local_of(operand: _T, lead: ShardedTensor) -> _T | Tensor:
-    """Return the elements of an operand that meet the slice of `lead`; scalars as they are.
-
-    A lead of shape (2, 3) whose slice is [4, 6), and the whole operand [10 20 30], which broadcasts: [20 30].
-    """
+    """Return the elements of an operand at `lead`'s slice (of [10 20 30], at [4, 6) of (2, 3): [20 30]); scalars as they are."""
     if isinstance(operand, ShardedTensor):
         same = (operand._home.start, operand._home.stop) == (lead._home.start, lead._home.stop)
         if operand.shape != lead.shape or not same:
