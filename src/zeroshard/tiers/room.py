@@ -69,8 +69,7 @@ def farther(layout: ModelLayout, on_host: set[Tier]) -> Iterator[tuple[dict[str,
 def open_tiers(config: Config, comm: DirectComm, ledger: Ledger) -> Tiers:
     """Make the tiers of a model; raise on all ranks if a folder on disk can not be used (collective). No check of free space.
 
-    This also sets the process's allocator: if parameters rest on disk it returns large freed blocks to the system; else, on a CPU
-    and with `keep_host_memory`, it keeps them.
+    Sets the process's allocator: to keep freed memory (`keep_host_memory`, on a CPU), or to return it if parameters rest on disk.
     """
     if config.offload_param.tier is Tier.DISK:
         keep_freed_memory(large=False)

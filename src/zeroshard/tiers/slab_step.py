@@ -39,8 +39,7 @@ class Slab:
     """Elements [begin, end) of a shard, all in one run.
 
     parts: by name, the tensors that the step uses: views of the memory where they rest, or copies in `buffer`. staged: the copies
-    that the step changes, each with the Rest, and the position in it, to which it must be written back. reads: the requests that
-    fill `buffer`, to be waited for before the step.
+    that the step changes, each with the Rest and the position to which it is written back. reads: requests that fill `buffer`.
     """
 
     job: Job

@@ -117,10 +117,9 @@ class CodedStretch(Stretch):
 class SplitStretch(Stretch):
     """fp32 values as bf16 numbers (high), rounded to nearest even, and the difference of the fp32 bits to these (low), -2^15 to 2^15.
 
-    The bits 3F808001 (1.0039064) round up to the bf16 number 3F81; low is 3F808001 - 3F810000 = -32767. A difference of 2^15 does
-    not fit int16. It occurs for values half-way between an even bf16 number and the next larger one: 3F808000 has high 3F80, and
-    low 32767 in place of 32768. These lose their last bit (3F807FFF comes back), so that the bf16 number stays the one to which
-    fp32 masters are rounded.
+    The bits 3F808001 round to the bf16 number 3F81: low = 3F808001 - 3F810000 = -32767. A difference of 2^15 does not fit int16.
+    It occurs for values half-way between an even bf16 number and the next larger one, as 3F808000. These lose their last bit
+    (3F807FFF comes back), so that the bf16 number stays the one to which fp32 masters are rounded.
     """
 
     def __init__(self, high: Tensor, low: Tensor) -> None:

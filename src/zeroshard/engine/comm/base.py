@@ -1,8 +1,7 @@
 """The communicator interface (`Comm`): the collectives that the sharding layer calls on a group of ranks.
 
 Words: a *region* is a flat tensor with memory of its own; where ranks share a host, peers can read it. A *whole* region has
-world_size slices: for parameters slice r is the shard that rank r keeps up to date, for gradients the contribution that rank r
-will sum. A *shard* region is one shard.
+world_size slices: of parameters, rank r keeps slice r up to date; of gradients, rank r sums slice r. A *shard* region has one.
 
     gather      shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
     collect     my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
@@ -197,7 +196,7 @@ class Comm(Group, ABC):
         """Announce gathers, from region `number` (0: one without a number), of shards of `numel` elements (collective)."""
 
     def read_precise(self, number: int, precise: Callable[[], Tensor | None]) -> None:
-        """Register a function that returns region `number`'s shard of master weights, or None: compressing gathers encode these."""
+        """Register a function that returns region `number`'s shard of master weights, or None; compressing gathers read it."""
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         """Announce reductions of `world_size` slices of `numel` elements each. Call for each, before the first reduction."""
@@ -274,7 +273,7 @@ class Comm(Group, ABC):
 
         def combine(parts: list[Tensor]) -> Outcome:
             total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
-            # `total` is None for an `out` of 16 bits (of a first hop), and on a GPU, where a look at `out` would make the host wait
+            # `total` is None for an `out` of 16 bits (a first hop's) and on a GPU, where a look at `out` would make the host wait
             rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"
             if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):  # finite: no rank has to be named
                 return total, ()

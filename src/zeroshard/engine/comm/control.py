@@ -1,7 +1,6 @@
 """The control messages of a group (`Control`), on the host: by them ranks agree, wait for one another and learn of failures.
 
-A *fence* separates the times when ranks write their shards from the times when peers read them, where ranks share memory: write
-own shard, fence_read, gather (read peers' shards), fence_write, write own shard.
+A *fence* separates writes of shards from reads by peers that share memory: write, fence_read, gather, fence_write, write.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ def read(tensor: Sliced | ReadableWhole, value: Tensor, sliced: bool) -> Tensor:
     """Return `value`, read from `tensor`, attached to its graph. sliced: `value` is this rank's slice, else the whole."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return value
-    # looked up after the caller has read `value`: a released parameter has no home, but that read raises an error with a remedy
-    home = tensor._home
+    home = tensor._home  # after `value` was read: a released parameter, which has no home, raises the better error there
 
     def lost(_: Tensor) -> Tensor:
         raise ShardedAccessError(

@@ -191,10 +191,7 @@ class RangeHome(DerivedHome):
 
 
 class Sliced(Tensor):
-    """A tensor of the global shape, of which this rank holds elements [home.start, home.stop), flattened.
-
-    Of shape (2, 3), two ranks may hold (4,) and (2,): the cut may lie inside of a row. A rank may hold no elements.
-    """
+    """A tensor of the global shape, of which this rank holds elements [home.start, home.stop), flattened: of (2, 3), say [4, 6)."""
 
     _held: Tensor | None  # (stop - start,), or None: the home fetches the slice at rest
     _home: Home

@@ -2,10 +2,7 @@
 
     the optimizer's tensor (n,)      e0 ...... e63 | e64 ..... e127 |        values of the dtype that is stepped
         encode |   ^ decode
-    at rest    (n x values/elements) c0 .. c63, s0 | c64 .. c127, s1 |       codes and a scale for each block
-
-Here a block of 64 elements rests as 68 values of a byte: 64 codes, and a scale of 4 bytes. So elements = 64 and values = 68, and
-a state of 128 elements takes 136 bytes in place of the 512 of fp32.
+    at rest    (n x values/elements) c0 .. c63, s0 | c64 .. c127, s1 |     elements = 64; values = 68 bytes, 4 of them the scale s
 
 All other states (`step`) are scalars: they belong to a run, or to a whole parameter, and every rank has them.
 """
@@ -131,9 +128,8 @@ class StateColumn:
 class StatePlan:
     """The columns of one parameter's states.
 
-    columns: those that its first step will make, so that memory can be planned before it; without names for an optimizer class
-    whose states are not known. make: returns the column for the name of a state, once the first step has made that state; None:
-    every state rests as the optimizer has it.
+    columns: those that its first step will make, for plans of memory; unnamed ones for a class whose states are not known. make:
+    returns the column for a state's name, once the first step has made that state; None: states rest as the optimizer has them.
     """
 
     columns: tuple[StateColumn, ...] = ()
