@@ -130,7 +130,7 @@ class StagingPool:
                 if waited > self._longest_s:
                     self._longest_s = _PATIENCE_S
                     return self._further()
-                # perhaps for ever: all are taken, and this rank, which waits, gives none back; or a peer waits, too
+                # might wait for ever: all are taken, and this rank, which waits, gives none back; or a peer waits, too
                 if (not waiting and not self.passing) or (announced and self.comm.control.peers_wait()):
                     return self._further()
                 if waited > _PATIENCE_S and not announced:

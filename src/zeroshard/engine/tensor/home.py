@@ -191,7 +191,7 @@ class RangeHome(DerivedHome):
 
 
 class Sliced(Tensor):
-    """A tensor of the global shape, of which this rank holds elements [home.start, home.stop), flattened: of (2, 3), say [4, 6)."""
+    """A tensor of the global shape, (2, 3), of which this rank holds flat elements [home.start, home.stop), such as [4, 6)."""
 
     _held: Tensor | None  # (stop - start,), or None: the home fetches the slice at rest
     _home: Home
