@@ -1,1 +1,1 @@
-"""Tiers where states rest beside the device, host and disk: the moves between them, the step on the host, what a host must hold."""
+"""Offload of model states from the device to host and disk: moves between these tiers, the host's step, the memory it takes."""

@@ -57,7 +57,7 @@ def _chunk_for(second_nbytes: int | None, third_nbytes: int | None) -> int:
 CHUNK_NUMEL = _chunk_for(cache_nbytes(2), cache_nbytes(3))
 # larger chunks for a team, whose threads also wait for Python's lock: 2^17 takes 103 ms, 2^16 takes 120
 TEAM_CHUNK_NUMEL = max(CHUNK_NUMEL, 1 << 17)
-# of stretches that are opened and closed: some 50 operators a chunk take 0.1 ms, of which a chunk of 2^16 would add 1.4 ns an element
+# of stretches that are opened and closed: some 50 operators take 0.1 ms a chunk, which in one of 2^16 would be 1.4 ns a parameter
 CODED_CHUNK_NUMEL = 1 << 18
 CHUNK_ALIGNMENT = 32  # elements: two AVX-512 registers, the widest step of torch's vectorised loops
 
@@ -316,7 +316,7 @@ class Team:
     def run(self, work: Callable[[], None]) -> None:
         """Run work() on every thread, without autograd; when all are done, return or raise the first error."""
         helper = torch.no_grad()(work)  # grad mode is per thread
-        with stepping_threads(1):  # entered first, since a helper's initializer sets the number with which later threads start
+        with stepping_threads(1):  # first: a helper's initializer also sets the number of threads new to torch; leaving resets it
             helpers = [self._helpers.submit(helper) for _ in range(self.threads - 1)] if self._helpers else []
             try:
                 work()

@@ -30,7 +30,7 @@ Place = tuple[str, Tier, str | None]  # category, tier, folder on disk
 
 
 def needs(config: Config, separate: bool, groups: Sequence[Group], repeated: bool = True) -> dict[Place, int]:
-    """Return the bytes that one rank will hold, by place, without what gathers and reductions hold in several hops or packed.
+    """Return the bytes that one rank will hold, by place, except buffers of two-hop and compressed collectives (`Comm.needed`).
 
     separate: the device has a memory of its own. repeated: a step may have several backwards that are reduced.
     """

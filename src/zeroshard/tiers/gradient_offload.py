@@ -93,8 +93,8 @@ class GradientOffload(Departure):
 
     def landing(self) -> Tensor:
         """Return device memory (shard_numel,) for the result of the coming reduction."""
-        # the host must not wait for the copy out of it: where ranks use different units, the reduction before that copy may need
-        # the message that this rank sends at the end of its backward
+        # in_line: the host must not wait until a landing buffer has been copied to the host. That copy runs after a reduction,
+        # which, where ranks use different units, may need the message that this rank sends at the end of its backward: a deadlock
         self._buffer = _taken(self.tiers.landings, in_line=True)
         self._landed = self._buffer[: self.rest.numel * self.dtype.itemsize].view(self.dtype)
         return self._landed
@@ -122,6 +122,7 @@ class GradientOffload(Departure):
             pending = self.tiers.copy(arrived, landed, Tier.DEVICE, Tier.HOST)
             landings.give(buffer, pending)
             self.arriving = (arrival, arrived, add, pending)
+        # read after `give`: the next reduction into it is ordered behind the current stream's work so far (`Streams.beside`)
         dtype = torch.promote_types(landed.dtype, torch.float32)
         return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()  # while it is still on the device
 

@@ -42,7 +42,7 @@ from .forms import CodedRest, SplitRest
 from .pool import Arena
 from .slab_step import Slab, SlabStepper
 
-_FLIGHT = 4  # most slabs, for each buffer, that are begun before they are stepped: the only limit for slabs that need no buffer
+_FLIGHT = 4  # times buffer_count: most slabs whose reads have started and that are not stepped yet, also if they need no buffer
 _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
 
 
@@ -61,7 +61,7 @@ class _All(Work):
 
 
 class HostStepper(SlabStepper, HostStep):
-    """Steps the runs whose states rest on the host or on disk.
+    """Stepper, on the host, of the runs whose states rest on the host or on disk.
 
     Threads: one at a time, else ThreadsMet is raised: the rank's own thread or, during a delayed step, the thread of that step.
     engine/write_gate.py calls `DelayedStep.wait` before the rank's own thread uses the stepper again.
@@ -192,7 +192,7 @@ class HostStepper(SlabStepper, HostStep):
         return True
 
     def _slabs(self, job: Job) -> Iterator[Slab]:
-        """Yield the slabs of a run: one for a run without elements, which has a step count that every rank shows."""
+        """Yield the slabs of a run. A run without elements on this rank has one: its `step` must advance as on other ranks."""
         slab_numel, begin, stop = self.slab_numel(job), job.run.start, job.run.stop
         while True:
             # slabs begin at multiples of slab_numel of the shard (page boundaries), not of the run

@@ -72,7 +72,7 @@ class MovedStates(Away):
         return bool(self._left)
 
     def check(self, *parts: str) -> None:
-        """Raise StatesAway where one of these parts is away; without arguments, where any is."""
+        """Raise StatesAway if one of these parts (none named: any) is away; while `lent`, ZeroshardError but for "parameters"."""
         if self.lent and not set(parts) == {"parameters"}:
             raise ZeroshardError(
                 f"inside {self.lent} the model's parameters have other values: only forwards, full_state_dict and "

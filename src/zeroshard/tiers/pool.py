@@ -1,6 +1,6 @@
 """Memory of constant size through which states pass between tiers, and to files.
 
-`BufferPool`: buffers of one size for shards and gradients between tiers, and for files of checkpoints. `Arena`: one stretch of
+`BufferPool`: buffers of one size for shards and gradients between tiers, and for files of checkpoints. `Arena`: one block of
 memory through which optimizer states pass.
 
 Threads: one at a time may be in a pool, which is checked (`ThreadsMet`): the rank's own thread or, in a backward on a GPU,
@@ -24,7 +24,7 @@ from ..utils.work import Work
 
 
 class BufferPool:
-    """A pool of `count` buffers of `nbytes` each, allocated when they are first taken, or all at once by `grow`.
+    """A pool of usually `count` buffers of `nbytes` each, allocated when they are first taken, or all at once by `grow`.
 
     make: nbytes -> memory (nbytes,) uint8, on `tier`. category: of their entries in the ledger.
     """
@@ -41,9 +41,10 @@ class BufferPool:
 
     @one_thread
     def take(self, wait: bool = False, in_line: bool = False) -> Tensor | None:
-        """Take a buffer (nbytes,) uint8. None where none is free yet or, with `wait`, where none has been given back.
+        """Take a buffer (nbytes,) uint8 that nothing uses any more; None where there is none.
 
-        in_line: the current stream, not the host, waits for the work that still uses the buffer (device memory only).
+        wait: wait for the work that uses the buffer given back first, so that None means that every buffer is taken. in_line: the
+        device's current stream waits for that work instead of the host (device memory only).
         """
         if self._made < self.count:  # also while one is free, so that the number of buffers does not depend on timing
             return self.take_further()
@@ -108,7 +109,7 @@ class BufferPool:
 
     @one_thread
     def take_further(self) -> Tensor:
-        """Take a buffer beyond `count`, for a need that can not wait. Surplus buffers are dropped when they are free again."""
+        """Allocate a buffer and take it, even beyond `count`, for a need that can not wait. `give` drops surplus buffers."""
         buffer = self.make(self.nbytes)
         self._made += 1
         self.made_nbytes += self.nbytes
@@ -140,10 +141,10 @@ class BufferPool:
 
 
 class Arena:
-    """One stretch of memory from which pieces of any size are taken in turn, and given back in about that order.
+    """One block of memory from which pieces of any size are taken in turn, and given back in about that order.
 
-        | free | in use . . . . . . . . | being written | free |        pieces follow one another, in a ring
-               tail (the oldest)                        head
+        | free | being written | stepped | being read | free |          pieces follow one another, in a ring
+               tail (the oldest)                      head
 
     Slabs of any size share the memory without gaps; in a pool each would take a whole buffer. `reserve` allocates the memory, at
     most `limit_nbytes`, when the caller first knows how much it can use.
@@ -174,7 +175,7 @@ class Arena:
 
     @one_thread
     def reserve(self, nbytes: int) -> None:
-        """Grow the memory to `nbytes`, at most `limit_nbytes`, unless it is as large already or a piece is in use."""
+        """Replace the memory by `nbytes`, at most `limit_nbytes`; do nothing if it is as large, or while a piece is in use."""
         if not self.lacks(nbytes):
             return
         self.drain()
@@ -241,7 +242,7 @@ class Arena:
 
     @one_thread
     def give_back(self) -> None:
-        """Drop the memory where no piece is in use; `reserve` allocates it again."""
+        """Drop the memory, unless a piece of it is in use; `reserve` allocates it again."""
         self.drain()
         if not self._pieces:
             self._drop()

@@ -1,4 +1,4 @@
-"""Room: what a model as it is laid out takes of host and disks, whether it is there, and the opening of its tiers."""
+"""Memory and disk space for a laid-out model: how much it will take, whether that is there, and the opening of its tiers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def held_by(layout: ModelLayout) -> dict[Place, int]:
 
 
 def farther(layout: ModelLayout, on_host: set[Tier]) -> Iterator[tuple[dict[str, object], dict[str, int]]]:
-    """Yield the options that lead to higher stages and further tiers, with what a rank would hold of the host's memory then."""
+    """Yield (options of a higher stage or a further tier, bytes by category that a rank would then hold of the host's memory)."""
     for options in layout.config.farther():
         try:
             config = replace(layout.config, offload_path=layout.config.offload_path or ".", **options)
@@ -69,7 +69,7 @@ def farther(layout: ModelLayout, on_host: set[Tier]) -> Iterator[tuple[dict[str,
 def open_tiers(config: Config, comm: DirectComm, ledger: Ledger) -> Tiers:
     """Make the tiers of a model; raise on all ranks if a folder on disk can not be used (collective). No check of free space.
 
-    From now on the host's allocator keeps freed memory or, if even parameters rest on disk, returns it to the system.
+    Sets the process's allocator: to keep freed memory (`keep_host_memory`, on a CPU), or to return it if parameters rest on disk.
     """
     if config.offload_param.tier is Tier.DISK:
         keep_freed_memory(large=False)
@@ -91,7 +91,7 @@ def open_tiers(config: Config, comm: DirectComm, ledger: Ledger) -> Tiers:
 
 
 def _agree(attempt: Callable[[], object], tiers: Tiers, label: str) -> None:
-    """Call a function that uses disks, and raise the error of the first rank where it failed on every rank (collective)."""
+    """Call a function that uses disks. If it failed on any rank, raise the first such rank's error on every rank (collective)."""
     problem: Exception | None = None
     try:
         attempt()

@@ -39,7 +39,7 @@ class Slab:
     """Elements [begin, end) of a shard, all in one run.
 
     parts: by name, the tensors that the step uses: views of the memory where they rest, or copies in `buffer`. staged: the copies
-    that the step changes, each with the Rest, and the position in it, to which it must be written back. reads: into `buffer`.
+    that the step changes, each with the Rest and the position to which it is written back. reads: requests that fill `buffer`.
     """
 
     job: Job
@@ -64,9 +64,9 @@ class Slab:
 
 
 class SlabStepper(SlabStep):
-    """Steps slabs on the device: of each run whose states or masters rest there in another form than the optimizer steps, one slab.
+    """Stepper, on the device, of the runs whose states rest there encoded or whose master weights rest there as two halves.
 
-    HostStepper cuts runs into smaller slabs, and stages those that rest where the host can not use them.
+    Each run is one slab. HostStepper cuts runs into smaller slabs, and copies what rests where the host can not use it.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool, on_host: bool = False) -> None:
@@ -174,7 +174,7 @@ class SlabStepper(SlabStep):
                     param.part(start, stop).close(opened)
             if out is not None:
                 out.copy_(slab.tensor(_STEPPED))
-        shared = job.run.group.columns
+        shared = job.run.group.columns  # the Rests of states, of which this run's are ranges; scalars are kept as values
         job.after = {name: shared[name] if name in slab.parts else value for name, value in state.items()}
 
     def _create(self, slab: Slab, kernel: Kernel) -> State:
@@ -191,7 +191,7 @@ class SlabStepper(SlabStep):
     def _step_class(self, job: Job, param: Tensor, grad: Tensor, state: State) -> State:
         """Step a chunk with the optimizer's own class; return the states afterwards."""
         grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
-        vars(self.inner).update(fresh(job.attributes))
+        vars(self.inner).update(fresh(job.attributes))  # as before the step: else each chunk would advance them once more
         return step_alone(self.inner, job.options, param, grad, state)[1]
 
     def _take_states(self, slab: Slab, start: int, stop: int, state: State) -> None:

@@ -71,7 +71,7 @@ class FileRest(Rest):
 
     @one_thread
     def _request(self, start: int, tensor: Tensor, *, writes: bool) -> Work:
-        """Start a request, after running ones on the same elements that it must not overtake. Raises if any has failed."""
+        """Start a request, after waiting for earlier ones on the same elements if they or it write. Raises if any has failed."""
         self.tiers.check()
         stop, still_under_way = start + tensor.numel(), []
         for request in self._under_way:
@@ -120,7 +120,7 @@ class FileRest(Rest):
 
 @contextlib.contextmanager
 def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
-    """Context that yields the bytes of host memory in which values are converted for a disk, and enters them in the ledger."""
+    """Context for converting values for a disk in host memory: yields its size in bytes, which is in the ledger meanwhile."""
     nbytes = min(numel * dtype.itemsize, _PIECES * _PIECE_NBYTES)
     tiers.ledger.enter(STAGING, nbytes, Tier.HOST)
     try:
@@ -183,7 +183,7 @@ class _Folder:
 
 
 class FurtherTiers(Tiers):
-    """Makes resting places on the host and on disk as well, and owns the folders and engines of the latter."""
+    """Tiers with resting places on the device, on the host and on disk; owns the folders and file engines of the latter."""
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
         super().__init__(comm, ledger)

@@ -22,7 +22,7 @@ _MOST_LOW = (1 << 15) - 1
 
 
 class Stretch(ABC):
-    """Elements in the memory of the device that steps them."""
+    """Elements in the form in which they rest, in memory of the device that steps them; `open` and `close` convert them."""
 
     @abstractmethod
     def numel(self) -> int:
@@ -43,7 +43,7 @@ class Stretch(ABC):
 
     @abstractmethod
     def close(self, values: Tensor) -> None:
-        """Set the elements (n,)."""
+        """Write `values` (n,), in the optimizer's form, over the elements at rest."""
 
     def split(self, size: int) -> list[Stretch]:
         """Return stretches of `size` elements each, the last one of what is left, as `Tensor.split` does."""
@@ -117,8 +117,9 @@ class CodedStretch(Stretch):
 class SplitStretch(Stretch):
     """fp32 values as bf16 numbers (high), rounded to nearest even, and the difference of the fp32 bits to these (low), -2^15 to 2^15.
 
-    A difference of 2^15 does not fit int16. It occurs for values half-way between an even bf16 number and the next larger one. These
-    lose their last bit, so that the bf16 number stays the one to which fp32 masters are rounded.
+    The bits 3F808001 round to the bf16 number 3F81: low = 3F808001 - 3F810000 = -32767. A difference of 2^15 does not fit int16.
+    It occurs for values half-way between an even bf16 number and the next larger one, as 3F808000. These lose their last bit
+    (3F807FFF comes back), so that the bf16 number stays the one to which fp32 masters are rounded.
     """
 
     def __init__(self, high: Tensor, low: Tensor) -> None:

@@ -1,12 +1,15 @@
 """The communicator interface (`Comm`): the collectives that the sharding layer calls on a group of ranks.
 
 Words: a *region* is a flat tensor with memory of its own; where ranks share a host, peers can read it. A *whole* region has
-world_size shards, of which only the rank's own is up to date; a *shard* region is one shard.
+world_size slices: of parameters, rank r keeps slice r up to date; of gradients, rank r sums slice r. A *shard* region has one.
 
     gather      shards of every rank -> one whole tensor             (all-gather: sharded -> replicated)
     collect     my slice of every rank's whole tensor, in rank order (all-to-all: the first half of a reduction)
     reduce      whole tensors of every rank -> the sum of my shard   (reduce-scatter: partial -> sharded)
     all_to_all  part r of my tensor -> rank r                        (activations, among the ranks of a DirectComm)
+
+Two ranks with the whole tensors [1 2 3 | 4 5 6] and [10 20 30 | 40 50 60]: rank 0 collects [1 2 3] and [10 20 30]. Reduced with
+scale 1/2, rank 0 has [5.5 11 16.5] and rank 1 [22 27.5 33]; a gather of these gives [5.5 11 16.5 22 27.5 33] to both.
 
 Reductions sum in fp32 in rank order, in whatever dtype values were sent: the result does not depend on timing or backend. Comms
 that call other Comms (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which sends to its ranks
@@ -36,16 +39,16 @@ class Region:
     """A flat tensor and the shards of all ranks, as far as this rank can read them.
 
     tensor: (world * shard_numel,) or (shard_numel,); shards[r]: (shard_numel,) of rank r, or None where this rank can
-    not read it; wholes[r]: the whole tensor of rank r (whole regions that peers can read). common: `tensor` is the same
-    memory on all ranks.
+    not read it; wholes[r]: the whole tensor of rank r, or None as well; no entries where `tensor` is one shard, or no peer can
+    read it. common: `tensor` is the same memory on all ranks.
     """
 
     tensor: Tensor
     shards: list[Tensor | None] = field(default_factory=list)
     wholes: list[Tensor | None] = field(default_factory=list)
     common: bool = False
-    number: int = 0  # equal on every rank; for a staging buffer, its index in a pool of equal buffers
-    siblings: Callable[[int], Region] | None = None  # number -> the pool's buffer of that number, from which a peer may have sent
+    number: int = 0  # of parameters: equal on every rank; of a staging buffer: its index in the pool, which each rank chooses
+    siblings: Callable[[int], Region] | None = None  # number -> the pool's buffer of that number, if a peer has named another one
 
 
 class Hop(NamedTuple):
@@ -88,7 +91,7 @@ class Collective(Work):
         return True
 
     def missing(self) -> list[int] | None:
-        """Return the ranks for which `wait` still waits, by the transport's numbers; None where they are not known."""
+        """Return the ranks for which `wait` still waits, as indices in the Hub's transport (comm/hub.py); None if not known."""
         return None
 
 
@@ -131,7 +134,7 @@ class Hops(Collective):
 
     def done(self) -> bool:
         if not self.control.waits_on_host:
-            return self._ticket is None
+            return self._ticket is None  # True once `wait` has ordered a stream after both; nothing else is known on the host
         self.control.pending.advance()
         return self._over or (self.second is not None and self.second.done())
 
@@ -193,7 +196,7 @@ class Comm(Group, ABC):
         """Announce gathers, from region `number` (0: one without a number), of shards of `numel` elements (collective)."""
 
     def read_precise(self, number: int, precise: Callable[[], Tensor | None]) -> None:
-        """Get the function that returns the shard of region `number` as its masters have it, or None; gathers that compress read it."""
+        """Register a function that returns region `number`'s shard of master weights, or None; compressing gathers read it."""
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         """Announce reductions of `world_size` slices of `numel` elements each. Call for each, before the first reduction."""
@@ -202,7 +205,7 @@ class Comm(Group, ABC):
         """Announce reductions of `numel` elements under `tag`. slots: (offset, shape) of each parameter among them."""
 
     def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
-        """Return the bytes that buffers take on this rank, in use, after `reserve(values)` and `reserve_slices(slices)`."""
+        """Return the bytes that buffers would take on this rank, all in use, if these shards and slices were reserved."""
         return 0
 
     def open(self) -> None:
@@ -270,7 +273,8 @@ class Comm(Group, ABC):
 
         def combine(parts: list[Tensor]) -> Outcome:
             total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
-            rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"  # `out` is the first hop's result: `total` is None
+            # `total` is None for an `out` of 16 bits (a first hop's) and on a GPU, where a look at `out` would make the host wait
+            rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"
             if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):  # finite: no rank has to be named
                 return total, ()
             return total, tuple(self.ranks[rank] for rank in nonfinite_ranks(parts, out))
@@ -322,7 +326,7 @@ class DirectComm(Control, Comm):
         """
 
     def open_sums(self) -> int:
-        """Prepare `reduce_scatter` and `all_reduce` for one model, in a group that `adds` (collective). Return their number."""
+        """Prepare `reduce_scatter` and `all_reduce` for one model, where `adds` > 0 (collective). Return their `number`."""
         return 0
 
     def close_sums(self, number: int) -> None:

@@ -1,6 +1,6 @@
 """The control messages of a group (`Control`), on the host: by them ranks agree, wait for one another and learn of failures.
 
-A *fence* separates the times when ranks write their shards from the times when peers read them.
+A *fence* separates writes of shards from reads by peers that share memory: write, fence_read, gather, fence_write, write.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HopQueue:
         self._busy = False
 
     def advance(self) -> None:
-        """Begin the second collective of all hops whose first is over; of those that are matched by order, in their order."""
+        """Begin the second collective of all hops whose first is over; of one `queue`, none begins before an earlier one."""
         if self._busy or not self.items:  # busy: a `begin` below has called a collective, which polls
             return
         self._busy = True
@@ -89,7 +89,7 @@ class Group:
     nodes: list[int]  # node number of each rank. Links inside a node are fast, links between nodes are slower
     device: torch.device
     ordered: bool = False
-    # how often the backend sends each slice of a sum (`DirectComm.reduce_scatter`): 2 by an all-reduce, as gloo; 0: it has no sums
+    # slices sent for each peer in `DirectComm.reduce_scatter`: 2 if done by an all-reduce (gloo), else 1; 0: there are no sums
     adds: int = 0
     shares_memory: bool = False  # peers read this rank's regions, so `allocate` is collective
     copies: bool = False  # this rank gathers resting shards by copying them: no peer has to take part
@@ -188,7 +188,7 @@ class Control(Group, ABC):
         self.fail(Failure(self.ranks[self.rank], reason, error))
 
     def fail(self, failure: Failure) -> None:
-        """Send the peers the failure for which the group can not go on: this rank's, or a peer's that others may not know."""
+        """Send the peers a failure, of this rank or of a peer, that ends the work of the group; others may not know of it yet."""
 
     def leave(self) -> None:
         """Send the messages that are still queued, and leave the group for good, since this rank ends."""

@@ -17,7 +17,7 @@ Answers = dict[int, Report | str]  # peer -> its report, or why there is none
 class Desk:
     """Desk of a rank that has no peers, or does not know their desks yet. Peers are named by their rank in the desk's group.
 
-    told: the failure that a peer has reported.
+    told: the failure that ends the group's work: the first that a peer has reported, or that this rank has sent to its peers.
     """
 
     told: Failure | None = None
@@ -28,10 +28,10 @@ class Desk:
         return {}
 
     def tell(self, peers: Collection[int], failure: Failure) -> None:
-        """Send the failure for which the group can not go on to peers; skip a peer that can not be reached."""
+        """Send `peers` the failure that ends the group's work; skip a peer that can not be reached."""
 
     def open(self, comm: DirectComm) -> Desk:
-        """Return the desk of this rank in a Comm, which knows those of all its ranks (collective)."""
+        """Return a desk for this rank that knows the desks of all ranks of the Comm (collective)."""
         return self
 
     def nodes(self) -> list[int]:

@@ -1,14 +1,15 @@
 """Pools of buffers of constant size (ZeRO-R's CB, arXiv 1910.02054, 5.2.2): regions from which a rank's peers read.
 
-Gradients are reduced from them, and offloaded shards are gathered from them. tiers/pool.py has pools of other memory.
+Gradients are reduced from them, and offloaded shards all-gathered. tiers/pool.py has pools of memory that no peer reads.
 
 A gradient buffer is taken when a unit's first gradient comes and given back when its reduction has started; it can be taken
 again once no rank reads it any more. Normally `count` buffers are used, in turn, so that the memory in use does not depend on the
-speed of ranks and disks. Further buffers exist as address space only. They are used, from then on in turn with the others, when
-ranks use units in different orders and would otherwise wait for one another for ever (so ranks that use other experts in each
-step wait in the first steps only).
+speed of ranks and disks. Further buffers are used when ranks use units in different orders and would otherwise wait for ever, as
+two ranks with a buffer each: rank 0 has started to reduce A and needs one for B, rank 1 has started B and needs one for A. They
+stay in turn with the others, so ranks that use other experts in each step wait in the first steps only.
 
-Peers can read every region of a StagingPool (see comm.base), so allocation is collective and happens once, at the start.
+Where ranks share memory, peers read every region of a StagingPool (see comm/base.py): all `limit` buffers are allocated at the
+start (collective), and those never taken are address space alone. Elsewhere a further buffer is allocated when it is needed.
 
 Threads: one at a time may be in a pool, which is checked (`ThreadsMet`): the rank's own thread or, in a backward on a GPU,
 autograd's thread while the rank's own waits.
@@ -43,12 +44,12 @@ class _Buffer:
 
 
 class StagingPool:
-    """A pool of `limit` buffers of `nbytes` each, of which `count` are normally in use."""
+    """A pool of buffers of `nbytes` each, of which `count` are normally in use; where ranks share memory, at most `limit`."""
 
     def __init__(
         self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING, *, passing: bool = False
     ) -> None:
-        """passing: running collectives give taken buffers back in a later hop, so that a wait for one ends by itself."""
+        """passing: running collectives give taken buffers back in a later hop, so a wait ends even where all are taken."""
         self.passing, self.turn = passing, Turn(f"the pool of buffers ({category})")
         self.comm, self.ledger, self.count, self.category = comm, ledger, count, category
         self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also where it serves as one shard
@@ -81,7 +82,7 @@ class StagingPool:
         """Take a free buffer as `take` does; return None where `take` would have to wait."""
         for number in self._in_turn():
             buffer = self._buffers[number]
-            # in a dry run real peers would run a little behind and still read the buffer given last
+            # a dry run has no peers: it takes the buffer that was given last for one that real peers, a little behind, still read
             just_given = self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
             if number < self.count and not buffer.taken and self._drained(number) and not just_given:
                 return self._prepare(number, numel, dtype, whole)
@@ -129,7 +130,7 @@ class StagingPool:
                 if waited > self._longest_s:
                     self._longest_s = _PATIENCE_S
                     return self._further()
-                # every buffer is taken and only this rank gives one back; or a peer waits, perhaps for this rank
+                # might wait for ever: all are taken, and this rank, which waits, gives none back; or a peer waits, too
                 if (not waiting and not self.passing) or (announced and self.comm.control.peers_wait()):
                     return self._further()
                 if waited > _PATIENCE_S and not announced:
@@ -153,7 +154,7 @@ class StagingPool:
         if self.comm.shares_memory:
             for number, buffer in enumerate(self._buffers):
                 if not buffer.taken:
-                    return number  # `take` waits for it, and a circle of waiting ranks is detected there
+                    return number  # none is left: `_prepare` waits for it, where a circle of waiting ranks ends in a StallError
         self._buffers.append(self._new())
         return len(self._buffers) - 1
 

@@ -41,15 +41,16 @@ from .sums import piece_numel
 
 _WAITERS = 64  # most collectives for which threads wait at a time
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
-MANY = 32  # with more ranks, a message of all is sent only where a reduction shows that they do not all say the same
-_TOLD = 8  # most ranks that tell each other their numbers in a round of that reduction, if their number has such factors
-_WORDS, _MOST_NUMBERS = 5, 11  # numbers in that reduction: of a digest, and to be summed
+MANY = 32  # with more ranks, `exchange` first adds up digests of the payloads, and gathers the payloads only if these differ
+_TOLD = 8  # most ranks of a group in a round of that sum (`round_sizes`), unless the number of ranks has a larger prime factor
+_WORDS, _MOST_NUMBERS = 5, 11  # fp64 numbers in that sum: words of the digest, and at most so many that `compare` adds up
 
 
 def collectives_of(nbytes: int, world_size: int) -> list[tuple[int, int]]:
-    """Return (bytes that a rank receives, messages that follow one another) of each exchange of what all ranks say alike.
+    """Return (bytes that a rank receives, hops one after another) of each collective of an `exchange` of equal payloads.
 
-    nbytes: of the whole message. gloo passes a gather on around a ring of N - 1 hops.
+    nbytes: of the message, with its header and label. 4 ranks: [(4096, 3)] for 100 bytes, which fit one frame; for 5,000 bytes
+    [(4096, 3), (20000, 3)], as sizes are known after the frames alone. gloo's all-gather goes around a ring of N - 1 hops.
     """
     if world_size > MANY:
         told = sum(size - 1 for size in round_sizes(world_size))
@@ -59,7 +60,7 @@ def collectives_of(nbytes: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def round_sizes(world_size: int) -> list[int]:
-    """Return how many ranks tell each other their numbers in each round of a reduction: the product is the number of ranks."""
+    """Return the size of the groups in each round of `_add_up`, the product being `world_size`: [4, 3] for 12, [37] for 37."""
     sizes, factor = [1], 2
     while world_size > 1:
         if world_size % factor:
@@ -75,7 +76,7 @@ def round_sizes(world_size: int) -> list[int]:
 class _DistWork(Collective):
     """Collective over several c10d works. It keeps them, and so their tensors, until `wait`.
 
-    A c10d work of gloo can not be polled: where `done` is needed, a thread waits for it, in the future `transfer`.
+    gloo's works of isend and irecv can not be polled: where `done` is needed, a thread waits for them, in the future `transfer`.
     """
 
     def __init__(self, comm: DistComm, works: list, label: str, watch: bool = False) -> None:
@@ -158,6 +159,7 @@ class _Explained:
         self.comm.progress.wait(self.label)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # after a RuntimeError this rank's report, which `explain` asks for, must still say where it waits
         if not isinstance(error, RuntimeError):
             self.comm.progress.awake()
         if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):  # not c10d's: let it pass
@@ -227,13 +229,13 @@ class DistComm(DirectComm):
         self._data: Any = make() if self.backend == "gloo" else group
         self._summing: dict[int, Any] = {}
         self._dropped: list[int] = []
-        self._numbers = itertools.count()  # never used again: a number may be dropped after it was closed
+        self._numbers = itertools.count()  # none is used twice: `drop_sums` may name one that `close_sums` has closed
         if self.world_size > 1:
             self.desk = self.desk.open(self)
             self.nodes = self.desk.nodes() or self.nodes
 
     def join(self, local: DirectComm) -> None:
-        """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
+        """Make every wait here serve this host's ranks in `local`. (Waits there continue hops of both: they share `pending`.)"""
         if self.beside:  # joined already
             return
         self.beside.append(local.serve)
@@ -292,8 +294,8 @@ class DistComm(DirectComm):
             if self.ordered and self.world_size == 1:
                 works, parts = [], [rows[0]]
             elif self.ordered:
-                # on the side stream, which reads and frees what is received: the next one takes this memory again, however far
-                # the host has run ahead of the device
+                # allocated on the side stream, which also reads and frees it: then the caching allocator gives the same memory to
+                # the next reduction, however far the host has run ahead of the device
                 with self.streams.beside():
                     received = torch.empty_like(rows)
                     works = [dist.all_to_all_single(received, rows, group=self._data, async_op=True)]
@@ -309,14 +311,14 @@ class DistComm(DirectComm):
         return work
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Collective:
-        """Start a reduction as DirectComm.reduce does; on a device in pieces, of which each receives at most RECEIVED_NBYTES."""
+        """Start a reduce-scatter as `Comm.reduce` does; on a GPU in pieces, each of which receives at most RECEIVED_NBYTES."""
         rows = source.tensor.view(self.world_size, -1)
         size = piece_numel(rows)
         if not self.ordered or self.world_size == 1 or size >= rows.shape[1]:
             return super().reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
         works = []
         for begin in range(0, rows.shape[1], size):
-            with self.streams.beside():
+            with self.streams.beside():  # allocated there for the reason given in `collect`
                 piece = Region(rows[:, begin : begin + size].contiguous().view(-1))
             part = out[begin : begin + size]
             works.append(super().reduce(piece, part, scale=scale, accumulate=accumulate, tag=tag, label=label))
@@ -352,7 +354,7 @@ class DistComm(DirectComm):
         return self._summed(functools.partial(dist.all_reduce, tensor), then, number, label, 2 * tensor.nbytes // self.world_size)
 
     def _summed(self, start: Callable[..., Any], then: Callable[[], None], number: int, label: str, nbytes: int) -> Collective:
-        """nbytes: what a ring of ranks sends, for each of the other ranks."""
+        """Start a sum by the backend, then call `then`. nbytes: what a rank sends in a ring, divided by its number of peers."""
         self.progress.note(label)
         with _Explained(self, label):
             works = [start(group=self._summing[number], async_op=True)]
@@ -370,7 +372,7 @@ class DistComm(DirectComm):
             if self.ordered:
                 into, out = ([part.numel() for part in parts] for parts in (taken, given))
                 works = [dist.all_to_all_single(output.view(-1), input.view(-1), into, out, group=self._data, async_op=True)]
-            else:  # tags of models begin at 2**20 (engine/shard_model.py)
+            else:  # tag 1 is free: reductions have 2 * tag + 1, and tags of models begin at 2**20 (engine/shard_model.py)
                 works = [
                     move(parts[p], self.ranks[p], self._data, tag=1)
                     for parts, move in ((taken, dist.irecv), (given, dist.isend))
@@ -426,16 +428,16 @@ class DistComm(DirectComm):
     def _add_up(self, told: Tensor, label: str) -> Tensor:
         """Return the sums of numbers over all ranks, the same bits on every rank (collective).
 
-        In each round the ranks of a small group tell each other their sums so far. (gloo's own reduction goes around one ring of all
-        ranks, however small it is: 8,190 hops among 4,096 ranks, where these are 28 messages in four rounds.) No process groups are
-        made for that.
+        In each round the ranks of a small group send each other their sums so far: of 12 ranks, first 0 to 3 (4 to 7, 8 to 11),
+        then 0, 4 and 8 (1, 5, 9; ...). (gloo's own reduction goes around one ring of all ranks, however few the bytes: 8,190 hops
+        among 4,096 ranks, where these are 28 messages in four rounds.) No process groups are made for that.
         """
         stride = 1
         for size in round_sizes(self.world_size):
             place = self.rank // stride % size
             mates = {other: self.ranks[self.rank + (other - place) * stride] for other in range(size) if other != place}
             parts = [torch.empty_like(told) if other != place else told for other in range(size)]
-            # a mate that has gone on to its next sum sends again, to be received behind this: one tag is enough
+            # a mate may send for its next sum before this one is received: messages of a pair stay in order, so one tag is enough
             works = [dist.irecv(parts[other], mate, self._control) for other, mate in mates.items()]
             works += [dist.isend(told, mate, self._control) for mate in mates.values()]
             _DistWork(self, works, label).wait()

@@ -40,7 +40,7 @@ class Report(NamedTuple):
     module: str  # name of the module whose forward runs
     function: str  # "name (file:line)": the innermost call outside of torch and this library
     stack: str
-    calls: tuple[tuple[int, int, str, str], ...]  # the last that every rank must make: number, step, what was called, where
+    calls: tuple[tuple[int, int, str, str], ...]  # last calls of collective functions: number, step, what was called, where
 
 
 class Progress:
@@ -72,7 +72,7 @@ class Progress:
         self.turns[label] = self.gathers
 
     def note_call(self, what: str) -> None:
-        """Note that the program calls what every rank must call."""
+        """Note that the program calls a collective function of this library, and from which line."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
             frame = frame.f_back

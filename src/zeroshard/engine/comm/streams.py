@@ -65,11 +65,11 @@ class Streams:
         """Return a mark of the present end of the current stream, for `behind`."""
 
     def stepping(self, numel: int, nbytes: int) -> AbstractContextManager[None]:
-        """Context in which the host's cores step `numel` parameters and read and write about `nbytes` for it."""
+        """Context of the host's step of `numel` parameters, which moves about `nbytes`; a dry run's watcher overrides it."""
         return nullcontext()
 
     def square_sums(self, tensors: Sequence[Tensor]) -> float:
-        """Return the sum of all squares of 1-D tensors, on the host: the core reads no other values back from the device.
+        """Return the sum of all squares of 1-D tensors, as a Python number; on a GPU the host waits for one transfer.
 
         On the CPU it computes the same dot products in the same order as `sum_in_rank_order`, so that a norm has the same bits
         whichever of the two computed it.

@@ -60,8 +60,8 @@ def sum_by_chunks(
 ) -> float | None:  # fmt: skip
     """Compute out = [out +] scale * the totals of `fill`, `chunk` elements at a time; return as `sum_in_rank_order`.
 
-    fill: (begin, total) -> None: fills `total` (n,) of `dtype` with the sum of elements `begin` to `begin` + n. aliased: it reads
-    `out` after it has begun to write.
+    fill: (begin, total) -> None: fills `total` (n,) of `dtype` with the sum of elements `begin` to `begin` + n. aliased: `fill`
+    reads `out` after it has begun to write `total`, so `total` must not be a part of `out`.
     """
     numel, direct = out.numel(), out.dtype == dtype and not accumulate and not aliased
     scratch = None if direct else torch.empty(chunk, dtype=dtype, device=out.device)
@@ -80,7 +80,7 @@ def sum_by_chunks(
 
 
 def exact_share(num_ranks: int) -> float:
-    """Return a power of two of at most 1 / num_ranks: scaled by it, the terms of a sum over the ranks do not overflow fp16."""
+    """Return the largest power of two up to 1 / num_ranks (3 ranks: 1/4): scaled by it, sums over ranks do not overflow fp16."""
     return 2.0 ** -(num_ranks - 1).bit_length()
 
 

@@ -1,1 +1,1 @@
-"""Sharded tensors, which stand in a module at rest: the tensor subclass for slices, its home, norms, and forms in which states rest."""
+"""Sharded tensors, a module's parameters at rest: the tensor subclass, its home, norms, and forms of resting optimizer states."""

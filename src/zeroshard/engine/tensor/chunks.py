@@ -32,9 +32,10 @@ class Box:
         return Box(tuple(o + p for o, p in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
     def rows(self, shape: Sequence[int], start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int, int]]:
-        """Yield (first element in the flattened tensor of `shape`, in the flattened box, count) of each contiguous stretch.
+        """Yield (offset in the flattened tensor of `shape`, offset in the flattened box, count) of each contiguous stretch.
 
-        start, stop: yield only stretches that hold some of elements [start, stop) of the flattened box.
+        Offsets (1, 1) and sizes (2, 2) in shape (3, 4) give (5, 0, 2) and (9, 2, 2). start, stop: yield only stretches that hold
+        some of elements [start, stop) of the flattened box, and these whole.
         """
         inner, dims = 1, len(shape)  # inner: elements of the trailing dimensions that the box fills, which are contiguous
         while dims and (inner == 0 or self.sizes[dims - 1] == shape[dims - 1]):

@@ -21,8 +21,8 @@ class Ranks(Protocol):
 class Home:
     """Owner of a sharded tensor's storage: has its name and cut, reads and writes the slice, gathers from other ranks.
 
-    What a subclass does not define is as for a slice that the tensor itself holds, that no other rank reads and that has neither
-    gradient nor masters.
+    The methods here suit the simplest case, and subclasses override what differs: the tensor itself holds the slice
+    (`Sliced._held`), no other rank reads it, and it has neither gradient nor master weights.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Home:
 
     @property
     def traced(self) -> bool:
-        """True if ranks compare how they have computed what they wrote: each keeps a trace, a checksum of that."""
+        """True if ranks compare their writes by traces: checksums of how each has computed what it wrote (`_record_trace`)."""
         return False
 
     @property
@@ -174,6 +174,7 @@ class RangeHome(DerivedHome):
         return self.parent.undivided
 
     def note(self, trace: int, anew: bool) -> None:
+        # with the name: the same operation on other rows is another write. Not anew: the parent's other rows keep their values
         self.parent.note(zlib.crc32(f"{self.name} {trace}".encode()), False)
 
     def before_write(self) -> None:
@@ -190,7 +191,7 @@ class RangeHome(DerivedHome):
 
 
 class Sliced(Tensor):
-    """A tensor of the global shape, of which this rank holds elements [home.start, home.stop), flattened."""
+    """A tensor of the global shape, (2, 3), of which this rank holds flat elements [home.start, home.stop), such as [4, 6)."""
 
     _held: Tensor | None  # (stop - start,), or None: the home fetches the slice at rest
     _home: Home

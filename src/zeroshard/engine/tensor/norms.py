@@ -2,9 +2,9 @@
 
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     p.grad.norm()     torch._foreach_norm(gradients)
 
-Each rank sends the norms of its slices, one number for each tensor; the norm of a tensor is the norm of these, in fp64 and in
-rank order, so that all ranks compute the same bits. Results are ordinary tensors, complete when a call returns. For a slice
-without elements a rank sends the neutral number (0, or inf for a negative order).
+Each rank sends the norms of its slices, one number for each tensor; the norm of a tensor is the norm of these (5, of 3 and 4), in
+fp64 and in rank order, so that all ranks compute the same bits. Results are ordinary tensors, complete when a call returns. For a
+slice without elements a rank sends the neutral number (0, or inf for a negative order).
 """
 
 from __future__ import annotations

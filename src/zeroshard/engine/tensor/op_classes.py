@@ -1,4 +1,4 @@
-"""Classes of torch's operations: those that compute with the elements of a parameter need it gathered.
+"""The torch operations that compute with the elements of a parameter, for which it must be gathered (unsharded).
 
     x @ self.emb.weight.T        in the forward of the model, while `emb`, a unit of its own, is not gathered
 
@@ -15,7 +15,7 @@ import torch
 
 # attributes that return elements; all others read none
 _VIEWS = tuple(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
-_LOOK = frozenset(
+_LOOK = frozenset(  # methods that read no elements of any argument: they act on the parameter at rest
     "__deepcopy__ __dir__ __dlpack_device__ __format__ __len__ __reduce__ __reduce_ex__ __repr__ __setstate__ _is_view can_cast "
     "const_data_ptr data_ptr dim dim_order element_size get_device has_names is_coalesced is_complex is_conj is_contiguous "
     "is_distributed is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed ndimension nelement "

@@ -1,4 +1,4 @@
-"""Refusal of what slices do not allow, each with a remedy, which a test tries (tests/zero/test_refusals.py).
+"""Errors for operations that need more than a slice; each names a remedy, which a test tries (tests/zero/test_refusals.py).
 
 Programs save a `state_dict()` on all ranks or on rank 0 alone, by operations that take a tensor's memory out of torch: pickling,
 numpy, reads by address. Gathering there could wait for ranks that never come, so each such method raises ShardedAccessError at

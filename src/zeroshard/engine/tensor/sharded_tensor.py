@@ -8,7 +8,7 @@ state dicts, `numel()` and initialisation code work as on one process. Operation
     any(), all()              combined over ranks (collective)
     norms                     of the global tensor (collective; engine/tensor/norms.py)
     max(), sum(), ...         under no_grad: of the gathered tensor (collective; `READS` in engine/tensor/op_classes.py)
-    any, of a result          of the gathered results (collective), where no parameter or gradient is among the operands
+    another, on results       of the gathered results (collective), if all sharded operands are results: scores, masks
     in a module's forward     computes with the gathered parameter, as on one process (engine/tensor/op_classes.py)
     any other operation       raises, with the parameter's name and a remedy
 
@@ -88,7 +88,7 @@ class ShardedTensor(HasChunks, HasNoMemory):
 
     @property
     def _trace(self) -> int:
-        """Checksum of how this rank has computed the tensor (see `_record_trace`); 0 for a gradient, and for what is as it was."""
+        """Checksum of how this rank has computed the tensor (see `_record_trace`); 0 for a gradient, or if it was not written."""
         return 0 if self._of_gradient else self._home.trace if self._of_parameter else self._history[0]
 
     def _record(self, trace: int, anew: bool) -> None:
@@ -215,7 +215,7 @@ class ReplicatedParameter(ReadableWhole):
 
     @property
     def data(self) -> Tensor:
-        """The value, detached, with the parameter's version counter, which masters follow; an assigned value is copied."""
+        """The value, detached; writes to it advance the parameter's version counter, which masters watch. Assigning copies."""
         return self.detach()
 
     @data.setter
@@ -298,10 +298,11 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _record_trace(func: OpOverload, args: tuple, kwargs: dict, result: object) -> None:
-    """Record how what was written, or a result, was computed, where ranks compare that: each computes its slice by itself.
+    """Record how an operation has computed what it wrote, or its result, where ranks compare that (`Home.traced`).
 
-    A trace is a checksum of the operation, its numbers and whole operands, and the traces of sharded operands. Two ranks, and
-    `w[100:].fill_(rank)`: the traces of w differ, though each rank has written its slice without a fault.
+    Ranks hold different slices, so they can not compare values. They compare traces: checksums of the operation, its numbers and
+    whole operands, and the traces of its sharded operands. After `w.fill_(rank)` two ranks have different traces of w, the one of
+    fill_ with 0, the other of fill_ with 1, though each could write its slice without an error.
     """
     writes, anew = func._schema.is_mutable, func in _OVERWRITES
     written = kwargs.get("out", args[0]) if writes else result
@@ -429,7 +430,7 @@ def _rows(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
 
 
 def _local_of(operand: _T, lead: ShardedTensor) -> _T | Tensor:
-    """Return the elements of an operand that meet the slice of `lead`; scalars as they are."""
+    """Return the elements of an operand at `lead`'s slice (of [10 20 30], at [4, 6) of (2, 3): [20 30]); scalars as they are."""
     if isinstance(operand, ShardedTensor):
         same = (operand._home.start, operand._home.stop) == (lead._home.start, lead._home.stop)
         if operand.shape != lead.shape or not same:
@@ -489,7 +490,7 @@ def _of_whole(func: OpOverload, args: tuple, kwargs: dict) -> object:
 
 
 def _masked_fill_(func: OpOverload, args: tuple, kwargs: dict) -> object:
-    """Fill a sharded tensor slice by slice, and a whole one by the whole of a mask that was computed of slices (collective)."""
+    """Fill a tensor where a mask is True: a sharded one slice by slice; for a whole one, gather the sharded mask (collective)."""
     target, mask, value = args
     if not isinstance(target, ShardedTensor) and mask._computed:
         return func(target, mask.full_tensor(), value)

@@ -2,7 +2,7 @@
 
     the optimizer's tensor (n,)      e0 ...... e63 | e64 ..... e127 |        values of the dtype that is stepped
         encode |   ^ decode
-    at rest    (n x values/elements) c0 .. c63, s0 | c64 .. c127, s1 |       here 64 elements rest as 68 bytes
+    at rest    (n x values/elements) c0 .. c63, s0 | c64 .. c127, s1 |     elements = 64; values = 68 bytes, 4 of them the scale s
 
 All other states (`step`) are scalars: they belong to a run, or to a whole parameter, and every rank has them.
 """
@@ -128,8 +128,8 @@ class StateColumn:
 class StatePlan:
     """The columns of one parameter's states.
 
-    columns: those that its first step makes, for plans of memory; unnamed ones for a class whose states are not known.
-    make: returns the column of a state by its name, which the first step tells; None: as the optimizer has it.
+    columns: those that its first step will make, for plans of memory; unnamed ones for a class whose states are not known. make:
+    returns the column for a state's name, once the first step has made that state; None: states rest as the optimizer has them.
     """
 
     columns: tuple[StateColumn, ...] = ()
