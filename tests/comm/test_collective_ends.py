@@ -3,6 +3,7 @@
 import gc
 import os
 import resource
+import signal
 import socket
 import threading
 import time
@@ -194,3 +195,37 @@ def test_an_exchange_has_left_this_rank_when_it_returns(pair):
     for thread in threads:
         thread.join()
     assert left == {0: True, 1: True}
+
+
+def interrupted(rank, world_size):
+    """Rank 0's own alarm ends a wait for a gather, and its program goes on with the same forward."""
+    dist.init_process_group("gloo")
+    model = seeded(lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)))
+    batch = torch.ones(2, 64)
+    expected = model(batch).detach()
+    model, _ = zs.shard(model, None, stage=3, units=["Linear"], comm="dist", prefetch_nbytes=0, overlap=False)
+    torch.testing.assert_close(model(batch), expected)
+    dist.barrier()
+    alarmed = False
+    if rank == 0:
+
+        def late(*_):
+            raise TimeoutError("the program's own limit")
+
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            model(batch)
+        except TimeoutError:
+            alarmed = True
+    else:
+        time.sleep(1.0)
+    torch.testing.assert_close(model(batch), expected)
+    dist.barrier()
+    dist.destroy_process_group()
+    return alarmed
+
+
+@pytest.mark.processes
+def test_a_wait_that_a_signal_has_ended_can_be_repeated():
+    assert run_processes(interrupted, 3) == [True, False, False]

@@ -101,11 +101,18 @@ class _DistWork(Collective):
         if transfer is not None and self.comm.goes_on:
             self.comm.wait_until(transfer.done, self.label)
         with _Explained(self.comm, self.label):
-            for work in self.works if transfer is None else ():
-                work.wait()
+            while self.works and transfer is None:
+                # a wait that a signal's handler has ended by an exception can be repeated: the work itself was over by then, and gloo
+                # waits for ever in a second wait for it
+                work = self.works.pop(0)
+                try:
+                    work.wait()
+                except RuntimeError:  # c10d's own: so does the next wait fail
+                    self.works.insert(0, work)
+                    raise
             if transfer is not None:
                 transfer.result()
-        self.works, self.transfer = [], None  # not before: where a signal's handler has raised in the wait, the next one waits again
+        self.works, self.transfer = [], None
 
     def drained(self) -> bool:
         return self.transfer is None and not self.works
