@@ -30,12 +30,13 @@ class WrappedComm(DirectComm):
     One that a program registers (`zeroshard.seam.register`) is made as `cls(comm)`, once for each zs.shard, which calls
 
         gather      to fill a whole tensor with the shards of all ranks: parameters, at the start of forward and backward
-        reduce      to sum gradients, each rank its slice; `collect` where packed gradients are sent (a codec)
+        reduce      to sum gradients, each rank its slice; `collect` where a codec packs them, and with sums="backend"
+                    `reduce_scatter` and `all_reduce`
         all_to_all  to send each rank a part of a tensor (activations, tokens of experts)
         exchange    and `compare`, to agree on short messages; they block
 
     A method that is overridden must call that of `self.comm`, the same calls in the same order on every rank, and return what it
-    returns. The first three return a Collective, which runs; its `wait` ends it, and `Comm` describes their arguments. What
+    returns. All but the last return a Collective, which runs until its `wait`; `Comm` describes their arguments. What
     `comm` calls itself does not come by here. Subgroups, which meshes, `shard_size` and hosts make, are copies of this object:
     they share its attributes, such as a dict of counts. Threads: as `comm`'s, one at a time.
     """
