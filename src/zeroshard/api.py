@@ -106,7 +106,8 @@ def shard(
         config: a Config, or the path of a file that `zeroshard plan --auto` wrote. Options given by name override it; they are
             the fields of Config (stage, precision, units, max_grad_norm, ...) and `preset`.
         comm: the ranks over which to shard. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed)
-            mean all ranks. A process group, or a 1-D DeviceMesh (mesh["dp"]), means its ranks, and only these call shard.
+            mean all ranks, as does a name of `zeroshard.seam.register`. A process group, or a 1-D DeviceMesh (mesh["dp"]), means its
+            ranks, and only these call shard.
         mesh: a DeviceMesh in the place of `comm`. Axes named "tp", "ep" and "pp" belong to tensor, expert and pipeline
             parallelism, and the model consists of their DTensors or stages. Along "sp" ranks have other tokens of the same
             sequences (`zs.shard_sequence`), and attention is over whole sequences. States are sharded over the other axes,

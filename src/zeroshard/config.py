@@ -40,6 +40,7 @@ from .utils.option_kinds import (
     option,
 )
 from .utils.option_names import PRESETS
+from .utils.registry import Registry
 from .utils.state_format import StateFormat
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def written(options: Mapping[str, object]) -> str:
 
 
 _TIERS = {"none": Tier.DEVICE, "device": Tier.DEVICE, "cpu": Tier.HOST, "host": Tier.HOST, "nvme": Tier.DISK, "disk": Tier.DISK}
+OWN_RESTS = Registry("resting place", _TIERS)  # the program's: (numel, dtype, Links) -> engine/rest.py:Rest in host memory
 _OFFLOAD_KINDS = {
     "device": Kind("'none', 'cpu' or 'nvme'", lambda value: isinstance(value, str)),
     "path": FOLDER,
@@ -110,7 +112,8 @@ _OFFLOAD_KINDS = {
 class Offload:
     """The tier of one model state. Options of this type also accept a str, which is the `device`.
 
-    device: "none", "cpu" (host memory) or "nvme" (files on a local disk).
+    device: "none", "cpu" (host memory) or "nvme" (files on a local disk); for the optimizer also a name of
+        `zeroshard.seam.register`.
     path: for "nvme": an existing folder on that disk. Each run makes a folder in it, and removes that at its end. None:
         Config.offload_path (in zs.checkpoint_activations: its `path`).
     pin_memory: page-locked host memory if there is a GPU, so that copies overlap with the computation.
@@ -135,10 +138,10 @@ class Offload:
 
     def __post_init__(self) -> None:
         check_fields(self, _OFFLOAD_KINDS, "offload ")
-        if self.device not in _TIERS:
-            raise ConfigError(
-                f"offload device: expected 'none', 'cpu' or 'nvme', got {self.device!r}.{did_you_mean(self.device, _TIERS)}"
-            )
+        if self.device not in _TIERS and self.device not in OWN_RESTS:
+            also = "".join(f", or {name!r} of this program" for name in OWN_RESTS)
+            hint = did_you_mean(self.device, (*_TIERS, *OWN_RESTS))
+            raise ConfigError(f"offload device: expected 'none', 'cpu' or 'nvme'{also}, got {self.device!r}.{hint}")
         if self.buffer_count < 2 or self.buffer_nbytes < 1 << 16:
             raise ConfigError(
                 "offload buffers: expected a buffer_count of at least 2 and buffer_nbytes of at least 65536, got "
@@ -147,7 +150,20 @@ class Offload:
 
     @property
     def tier(self) -> Tier:
-        return _TIERS[self.device]
+        return _TIERS.get(self.device, Tier.HOST)
+
+    @property
+    def own(self) -> bool:
+        """True where the device is a resting place that the program has registered."""
+        return self.device not in _TIERS
+
+    def check_use(self, name: str) -> None:
+        """Raise ConfigError if the device is a registered resting place and the option is not the one for optimizer states."""
+        if self.own and name != "offload_optimizer":
+            raise ConfigError(
+                f"{name}={self.device!r}: a registered resting place is for optimizer states and masters, which a step reads and "
+                "writes piece by piece. Give it to offload_optimizer."
+            )
 
     @classmethod
     def of(cls, given: object, path: str | None, name: str, option: str = "offload_path") -> Offload:
@@ -171,6 +187,7 @@ class Offload:
         else:
             got = type(given).__name__
             raise ConfigError(f"{name}: expected 'none', 'cpu', 'nvme', an Offload or a mapping, got {got}.")
+        offload.check_use(name)
         if offload.tier is not Tier.DISK or offload.path is not None:
             return offload
         if path is None:

@@ -6,6 +6,7 @@ engine = engine_of(model)
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .axes.along_axis import Line
-from .config import Config, Tier
+from .comm.backend_select import OWN_COMMS
+from .comm.wrapped import WrappedComm
+from .config import OWN_RESTS, Config, Tier
 from .engine import verbs
 from .engine.auto_wrap import LARGE_FRACTION, ROOT, collect, find_blocks, partition
 from .engine.comm.base import Collective, Comm, DirectComm
@@ -47,7 +50,7 @@ from .engine.mixed_precision import LossScaler, Progress
 from .engine.parameter import ParamHome
 from .engine.part import Part
 from .engine.prefetch import most_gathered
-from .engine.rest import Links
+from .engine.rest import Links, Rest
 from .engine.runtime import Runtime, runtime_of
 from .engine.sizes import BUFFERS, Group, rests_away
 from .engine.tensor.chunks import Box, boxes_of, overlap
@@ -56,6 +59,7 @@ from .engine.tensor.state_column import StateColumn
 from .engine.topology import Parts, Topology, needed
 from .errors import ConfigError
 from .guard.uneven import Batch, Together, joining
+from .packing.codecs import Codec
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.parameter_info import ParameterInfo, info_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
@@ -63,6 +67,9 @@ from .state.state_loading import Restoring, SavedState
 from .state.tied_copy import TiedCopy
 from .tiers.pool import BufferPool
 from .tiers.rehearsal import Rehearsal, copy_rates, rehearsal
+from .utils.compression import OWN_CODECS
+from .utils.registry import Registered
+from .utils.work import OVER, Work
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
@@ -73,6 +80,8 @@ __all__ = [  # noqa: RUF022  # by subject
     # ranks and what they say to each other
     "Collective", "Comm", "DirectComm", "Parts", "Sent", "Topology", "decode", "encode", "exchange_values", "needed", "operation",
     "streams_for",
+    # what a program adds by name: wire formats, resting places, communicators
+    "Codec", "OVER", "Registered", "Rest", "Work", "WrappedComm", "register",
     # memory of constant size, and copies between tiers
     "BufferPool", "Links", "Rehearsal", "StagingPool",
     # tensors of which a rank holds a slice, and parts of larger ones
@@ -413,3 +422,33 @@ def abort_peers(error: Exception, comms: Iterable[Control], models: Iterable[nn.
     for comm in {id(comm): comm for comm in found}.values():
         if comm.world_size > 1:  # a copy of the error has no traceback, which would keep buffers alive
             comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))
+
+
+def register(
+    name: str, *, codec: Codec | None = None, rest: type[Rest] | None = None, comm: type[WrappedComm] | None = None
+) -> Registered:
+    """Give a codec, a resting place or a communicator a name, by which options of this process then know it, until `remove()` of
+    what is returned. Every rank registers the same, before zs.shard.
+
+    codec: sends gradients or parameters: zero_quantized_gradients=name, zero_quantized_weights=name, zs.Compression(name, ...).
+    rest: holds optimizer states and masters: offload_optimizer=name, zs.Offload(name, ...). The ledger and the check of the host's
+        memory count its elements at their full size.
+    comm: is put around the communicator of all ranks: comm=name, or ZEROSHARD_COMM.
+
+    Raise ConfigError if the name is one of zeroshard's or registered already, if not one thing is given, or if the thing is none.
+    """
+    given = [thing for thing in (codec, rest, comm) if thing is not None]
+    if len(given) != 1:
+        raise ConfigError(f"register: expected one of codec=, rest= and comm=, got {len(given)} of them.")
+    if codec is not None:
+        if not isinstance(codec, Codec):
+            raise ConfigError(f"register: codec: expected an object of a subclass of zeroshard.seam.Codec, got {codec!r}.")
+        handle = OWN_CODECS.add(name, codec)
+        codec.name = name
+        return handle
+    what, kind, found, registry = ("rest", Rest, rest, OWN_RESTS) if rest is not None else ("comm", WrappedComm, comm, OWN_COMMS)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"register: {what}: expected a subclass of zeroshard.seam.{kind.__name__}, got {found!r}.")
+    if inspect.isabstract(found):
+        raise ConfigError(f"register: {what}: {found.__name__} lacks {', '.join(sorted(found.__abstractmethods__))}.")
+    return registry.add(name, found)

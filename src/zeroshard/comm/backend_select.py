@@ -31,12 +31,14 @@ from ..engine.comm.process_group import DistComm, backend_for
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
 from ..utils.host import host_identity, node_identity
+from ..utils.registry import Registry
 from .fake import FakeComm
 from .rendezvous import Door
 from .shared_memory import SharedComm
 from .transport import ProcessTransport, ThreadTransport, ThreadWorld
 
 BACKENDS = ("auto", "shared", "dist")
+OWN_COMMS = Registry("communicator", BACKENDS)  # the program's: wrapped.py:WrappedComm around that of "auto"
 Choice = DirectComm | str | dist.ProcessGroup | DeviceMesh
 
 _local = threading.local()  # .comm: this thread's Comm, in a world of threads
@@ -81,8 +83,8 @@ def in_threads() -> bool:
 def current(choice: Choice | None, device: torch.device, stall_timeout_s: float, option: str = "comm") -> DirectComm:
     """Return the Comm for this rank, which is made on the first call for a process group (collective).
 
-    choice: a Comm; "auto", "shared" or "dist", over all ranks; a process group or 1-D mesh, over its ranks. option: the
-    argument's name in errors. Raises ConfigError where a launcher's variables are set but the process group has not been
+    choice: a Comm; "auto", "shared", "dist" or a registered name, over all ranks; a process group or 1-D mesh, over its ranks.
+    option: the argument's name in errors. Raises ConfigError where a launcher's variables are set but the process group has not been
     started: otherwise each rank would train alone, without an error.
     """
     if isinstance(choice, DirectComm):  # the caller has made one
@@ -90,9 +92,12 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
     if choice is not None and not isinstance(choice, str):
         return _of_group(choice, device, stall_timeout_s, option)
     choice = choice or os.environ.get("ZEROSHARD_COMM") or "auto"
+    if choice in OWN_COMMS:
+        return OWN_COMMS[choice](current("auto", device, stall_timeout_s, option))
     if choice not in BACKENDS:
-        expected = f"one of {BACKENDS}, a process group, a 1-D DeviceMesh or a Comm"
-        raise ConfigError(f"{option}: expected {expected}, got {choice!r}.{did_you_mean(choice, BACKENDS)}")
+        known = (*BACKENDS, *OWN_COMMS)
+        expected = f"one of {known}, a process group, a 1-D DeviceMesh or a Comm"
+        raise ConfigError(f"{option}: expected {expected}, got {choice!r}.{did_you_mean(choice, known)}")
     if getattr(_local, "comm", None) is not None:
         return _local.comm
     if not (dist.is_available() and dist.is_initialized()):

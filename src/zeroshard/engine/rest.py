@@ -80,7 +80,13 @@ class Links:
 
 
 class Rest(ABC):
-    """The resting place of (numel,) elements of one dtype. All offsets are in elements."""
+    """The resting place of (numel,) elements of one dtype, zeros at first. All offsets are in elements.
+
+    A subclass sets the five fields, and has `read`, `write`, `load` and `store`; also `view`, where the host can use the elements
+    in place. One that a program registers (`zeroshard.seam.register`) is made as `cls(numel, dtype, links)`: its tier is
+    Tier.HOST, `resident` is False, and `links.device` is where `load` returns elements. Threads: one at a time, that of the rank
+    or of a delayed step; a Work's methods are called in the thread that has called `read` or `write`.
+    """
 
     tier: Tier
     dtype: torch.dtype
@@ -111,11 +117,11 @@ class Rest(ABC):
 
     @abstractmethod
     def read(self, start: int, out: Tensor) -> Work:
-        """Start to copy elements [start, start + n) to `out` (n,), host memory."""
+        """Start to copy elements [start, start + n) to `out` (n,), host memory. Return the running copy; `OVER`: it is over."""
 
     @abstractmethod
     def write(self, start: int, source: Tensor) -> Work:
-        """Start to copy `source` (n,), host memory, to elements [start, start + n)."""
+        """Start to copy `source` (n,), host memory, to elements [start, start + n). A later `read` gets what was written."""
 
     @abstractmethod
     def load(self, start: int, stop: int) -> Tensor:

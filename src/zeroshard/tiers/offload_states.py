@@ -154,6 +154,7 @@ def _agree(
 def _offload(runtime: Runtime, device: str | os.PathLike | Offload, pin_memory: bool) -> Offload:
     if isinstance(device, Offload):
         offload = device
+        offload.check_use("zs.offload_states: device")
     elif device in ("cpu", "nvme"):
         config = runtime.config
         used = [o for o in (config.offload_optimizer, config.offload_param, config.offload_gradient) if o.tier is Tier.DISK]

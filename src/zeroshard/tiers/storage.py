@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import Offload, Tier
+from ..config import OWN_RESTS, Offload, Tier
 from ..engine.comm.base import DirectComm
 from ..engine.ledger import STAGING, Ledger
 from ..engine.rest import Departure, MemoryRest, Rest, Tiers
@@ -243,6 +243,8 @@ class FurtherTiers(Tiers):
             assert offload.path is not None
             folder = self._folders[offload.path]
             return FileRest(*folder.region(numel * dtype.itemsize), numel, dtype, folder.engine, self)
+        if offload.own and not self.comm.imagined:  # imagined ranks have no values to encode
+            return OWN_RESTS[offload.device](numel, dtype, self)
         if tier is Tier.HOST:
             # torch's pinned allocator would round up to a power of two; and a step on the host is faster in huge pages
             memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()

@@ -8,10 +8,12 @@ from fnmatch import fnmatchcase
 
 from ..errors import ConfigError, did_you_mean
 from .option_kinds import BOOL, POSITIVE, Kind, check_fields, check_names, is_number, is_whole
+from .registry import Registry
 
 # codecs of blocks: name -> bits of a value's code, beside one fp32 step for each block
 CODECS = {"int8": 8, "int4": 4, "fp8": 8}
 GRADIENT_CODECS = (*CODECS, "top_k", "low_rank")
+OWN_CODECS = Registry("codec", (*GRADIENT_CODECS, "none"))  # the program's: packing/codecs/base.py:Codec
 _EXEMPT = ("*norm*", "*router*", "*embed*")
 _ANY_COUNT = Kind("a whole number of at least 0", lambda value: is_whole(value) and value >= 0)
 _FIELDS = {
@@ -34,8 +36,8 @@ _FIELDS = {
 class Compression:
     """The compression of one kind of collective. An option that takes it also takes a str, its `codec`, and True for "int8".
 
-    codec: "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks); for gradients also "top_k" and "low_rank". "none":
-        nothing is packed.
+    codec: "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks); for gradients also "top_k" and "low_rank"; a name of
+        `zeroshard.seam.register`. "none": nothing is packed.
     block: elements that share a scale: a power of two from 32 to 16384.
     warmup_steps: number of first steps without compression.
     exempt: name patterns of parameters without compression, in addition to all that are no matrices (norms, biases).
@@ -73,6 +75,7 @@ class Compression:
         if isinstance(given, Mapping):
             check_names(cls, given, option)
             given = cls(**given)
+        codecs = (*codecs, *OWN_CODECS)
         found = (
             given if isinstance(given, cls) else cls() if given is True else cls(codec=given) if isinstance(given, str) else None
         )

@@ -9,7 +9,7 @@
 No codec communicates or knows a rank: `packing/compressed.py` and `packing/low_rank_comm.py` wrap a Comm, and pack, send and unpack.
 """
 
-from ...utils.compression import Compression
+from ...utils.compression import OWN_CODECS, Compression
 from .base import Codec, ErrorFeedback
 from .block_quantization import CODECS, DEFAULT_BLOCK, codec_of
 from .low_rank import LowRank
@@ -20,4 +20,6 @@ __all__ = ["CODECS", "DEFAULT_BLOCK", "Codec", "ErrorFeedback", "LowRank", "TopK
 
 def packing(compression: Compression) -> Codec:
     """Return the codec of a compression other than "low_rank", which packs no values but matrices."""
+    if compression.codec in OWN_CODECS:
+        return OWN_CODECS[compression.codec]
     return TopK(compression.ratio) if compression.codec == TopK.name else codec_of(compression.codec, compression.block)

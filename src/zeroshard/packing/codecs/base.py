@@ -23,7 +23,11 @@ from ...engine.comm.sums import CHUNK_NUMEL, sum_by_chunks
 class Codec(ABC):
     """Packs the values of a flat tensor into fewer bytes. Stateless: `ErrorFeedback` keeps the errors of packing.
 
-    Values that are not finite must stay non-finite after `unpack`, since overflow of gradients is detected there.
+    Values that are not finite must stay non-finite after `unpack`, since overflow of gradients is detected there. A subclass has
+    `packed_nbytes`, `_pack`, `_unpack` and `_unpack_stretch`, which get at least one value, and tensors of the right shape, dtype
+    and device. Threads: several ranks may be threads of a process and use one codec at once.
+
+    name: as in the options; `zeroshard.seam.register` sets it.
     """
 
     name: str
@@ -79,10 +83,12 @@ class Codec(ABC):
     chunked = True  # the cost of `_unpack_stretch` is proportional to the stretch, wherever it begins
 
     @abstractmethod
-    def _pack(self, values: Tensor, out: Tensor) -> None: ...
+    def _pack(self, values: Tensor, out: Tensor) -> None:
+        """Fill every byte of `out`, as `pack` does: equal values give equal bytes, padding included."""
 
     @abstractmethod
-    def _unpack(self, packed: Tensor, out: Tensor) -> None: ...
+    def _unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Fill `out`, as `unpack` does. The address of `packed` may be no multiple of 4."""
 
     @abstractmethod
     def _unpack_stretch(self, packed: Tensor, numel: int, begin: int, out: Tensor) -> None:
