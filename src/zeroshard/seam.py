@@ -5,9 +5,7 @@ engine = engine_of(model)
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .axes.along_axis import Line
-from .comm.backend_select import OWN_COMMS
 from .comm.wrapped import WrappedComm
-from .config import OWN_RESTS, Config, Tier
+from .config import Config, Tier
+from .diagnostics.aborting import abort_peers
 from .engine import verbs
 from .engine.auto_wrap import LARGE_FRACTION, ROOT, collect, find_blocks, partition
 from .engine.comm.base import Collective, Comm, DirectComm
-from .engine.comm.control import Control, Sent, operation
+from .engine.comm.control import Sent, operation
 from .engine.comm.messages import decode, encode, exchange_values
 from .engine.comm.pool import StagingPool
 from .engine.comm.streams import streams_for
@@ -45,9 +43,8 @@ from .engine.ledger import (
     Traffic,
     listener,
     making,
-)  # fmt: skip
-from .engine.mixed_precision import LossScaler, Progress
-from .engine.parameter import ParamHome
+)
+from .engine.mixed_precision import Progress
 from .engine.part import Part
 from .engine.prefetch import most_gathered
 from .engine.rest import Links, Rest
@@ -60,16 +57,17 @@ from .engine.topology import Parts, Topology, needed
 from .errors import ConfigError
 from .guard.uneven import Batch, Together, joining
 from .packing.codecs import Codec
+from .registering import register
 from .reports.snapshot import Snapshot, snapshot_of
-from .state.parameter_info import ParameterInfo, info_of
+from .state.parameter_info import ParameterInfo, info_of, memory_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
 from .state.state_loading import Restoring, SavedState
 from .state.tied_copy import TiedCopy
 from .tiers.pool import BufferPool
 from .tiers.rehearsal import Rehearsal, copy_rates, rehearsal
-from .utils.compression import OWN_CODECS
 from .utils.registry import Registered
 from .utils.work import OVER, Work
+from .values.averages import Averages
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
@@ -170,17 +168,8 @@ class Engine:
 
     @property
     def progress(self) -> Progress:
-        """The number of steps and the loss scale, which checkpoints store."""
+        """The number of steps, and the loss scale with its rule (`scaler`, None unless precision is fp16), which checkpoints store."""
         return self._runtime.progress
-
-    @property
-    def unusable(self) -> str:
-        """The reason why the model can not be used, such as a load that failed half-way; "" if it can. It may be assigned."""
-        return self._runtime.unusable
-
-    @unusable.setter
-    def unusable(self, why: str) -> None:
-        self._runtime.unusable = why
 
     @property
     def saver(self) -> Any:
@@ -200,16 +189,6 @@ class Engine:
     def gathers(self) -> bool:
         """True if each forward gathers some units (stage 3)."""
         return any(unit.sharded for unit in self._runtime.units)
-
-    @property
-    def loss_scaler(self) -> LossScaler | None:
-        """The loss scale with its rule; None unless precision is fp16. `loss_scale` is the factor alone."""
-        return self._runtime.progress.scaler
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor by which gradients are multiplied as they enter the model; 1 unless precision is fp16."""
-        return self._runtime.progress.loss_scale
 
     @property
     def weight(self) -> float | None:
@@ -262,9 +241,17 @@ class Engine:
         """
         verbs.begin(self._runtime, verb, *also, note=note)
 
+    def mark_unusable(self, why: str) -> None:
+        """Let each use of the model raise `why`, such as a load that failed half-way; "" lets it be used again."""
+        self._runtime.unusable = why
+
     def check_model(self) -> None:
         """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
         self._runtime.check_model()
+
+    def expected_optimizer(self) -> str:
+        """Return what to say where the model's optimizer is needed, and there is none."""
+        return self._runtime.expected_optimizer()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer | None, verb: str) -> None:
         """Raise ConfigError if an optimizer that a caller gave to `verb` is not the model's."""
@@ -338,6 +325,17 @@ class Engine:
         """Measure the bytes per second from the device to pinned host memory and back."""
         return copy_rates(self._runtime.tiers)
 
+    def averages(self) -> Averages:
+        """Return averages of the trained parameters, which begin as copies of them, on the tier of the optimizer's states."""
+        return Averages(self._runtime)
+
+    def after_step(self, function: Callable[[], object]) -> RemovableHandle:
+        """Call a function after each step of the optimizer that was not skipped, until `remove()` of what is returned."""
+        functions = self._runtime.optimizer.core.after_step
+        handle = RemovableHandle(functions)
+        functions[handle.id] = function
+        return handle
+
     def staging_pool(self, nbytes: int) -> BufferPool:
         """Return a pool, still empty, of host buffers of so many bytes each, counted in this model's ledger."""
         return BufferPool(self._runtime.tiers.ledger, 0, nbytes, self._runtime.tiers.host_buffer, Tier.HOST)
@@ -404,51 +402,3 @@ def ally(engines: Iterable[Engine]) -> None:
     cores = [engine.optimizer.core for engine in engines if engine.optimizer is not None]  # type: ignore[attr-defined]
     for core in cores:
         core.allied = cores
-
-
-def memory_of(param: nn.Parameter) -> Tensor:
-    """Return the tensor whose memory a parameter is a view of while it is gathered; the parameter itself where it is not sharded."""
-    home = getattr(param, "_home", None)
-    return home.group.values.full if isinstance(home, ParamHome) and home.group.values.sharded else param
-
-
-def abort_peers(error: Exception, comms: Iterable[Control], models: Iterable[nn.Module]) -> None:
-    """Send an error to all ranks that may wait for this one: those of `comms`, and those that share parameters of the models now."""
-    found = list(comms)
-    for model in models:
-        found += [engine.ranks for engine in map(find_engine, model.modules()) if engine is not None]
-        homes = [getattr(param, "_home", None) for param in model.parameters()]
-        found += [home.group.comm.control for home in homes if isinstance(home, ParamHome)]
-    for comm in {id(comm): comm for comm in found}.values():
-        if comm.world_size > 1:  # a copy of the error has no traceback, which would keep buffers alive
-            comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))
-
-
-def register(
-    name: str, *, codec: Codec | None = None, rest: type[Rest] | None = None, comm: type[WrappedComm] | None = None
-) -> Registered:
-    """Give a codec, a resting place or a communicator a name, by which options of this process then know it, until `remove()` of
-    what is returned. Every rank registers the same, before zs.shard.
-
-    codec: sends gradients or parameters: zero_quantized_gradients=name, zero_quantized_weights=name, zs.Compression(name, ...).
-    rest: holds optimizer states and masters: offload_optimizer=name, zs.Offload(name, ...). The ledger and the check of the host's
-        memory count its elements at their full size.
-    comm: is put around the communicator of all ranks: comm=name, or ZEROSHARD_COMM.
-
-    Raise ConfigError if the name is one of zeroshard's or registered already, if not one thing is given, or if the thing is none.
-    """
-    given = [thing for thing in (codec, rest, comm) if thing is not None]
-    if len(given) != 1:
-        raise ConfigError(f"register: expected one of codec=, rest= and comm=, got {len(given)} of them.")
-    if codec is not None:
-        if not isinstance(codec, Codec):
-            raise ConfigError(f"register: codec: expected an object of a subclass of zeroshard.seam.Codec, got {codec!r}.")
-        handle = OWN_CODECS.add(name, codec)
-        codec.name = name
-        return handle
-    what, kind, found, registry = ("rest", Rest, rest, OWN_RESTS) if rest is not None else ("comm", WrappedComm, comm, OWN_COMMS)
-    if not (isinstance(found, type) and issubclass(found, kind)):
-        raise ConfigError(f"register: {what}: expected a subclass of zeroshard.seam.{kind.__name__}, got {found!r}.")
-    if inspect.isabstract(found):
-        raise ConfigError(f"register: {what}: {found.__name__} lacks {', '.join(sorted(found.__abstractmethods__))}.")
-    return registry.add(name, found)

@@ -45,9 +45,10 @@ def test_the_loss_scale():
     for precision in ("fp32", "bf16", "fp16"):
         model, _ = zs.shard(seeded(Stack), None, stage=0, precision=precision, initial_loss_scale=8.0)
         engine = engine_of(model)
-        found[precision] = engine.loss_scale, engine.loss_scaler and engine.loss_scaler.scale
-        if engine.loss_scaler is not None:
-            engine.loss_scaler.update(overflow=True)
+        progress = engine.progress
+        found[precision] = progress.loss_scale, progress.scaler and progress.scaler.scale
+        if progress.scaler is not None:
+            progress.scaler.update(overflow=True)
             assert engine.loss_scale == 4.0, "the scaler is the model's own, and no copy"
     assert found == {"fp32": (1.0, None), "bf16": (1.0, None), "fp16": (8.0, 8.0)}
 

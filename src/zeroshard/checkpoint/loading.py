@@ -404,16 +404,17 @@ class _Loading:
             ours, alone = isinstance(error, ZeroshardError), self.comm.world_size == 1
             what = str(error) if ours else f"{type(error).__name__}: {error}".removesuffix(": ")
             remedy = "load a checkpoint again before you go on" if ours or alone else "the ranks ended with it; start them again"
-            self.engine.unusable = f"{self.opened.path} could not be loaded to its end ({what}): {remedy}."
+            why = f"{self.opened.path} could not be loaded to its end ({what}): {remedy}."
+            self.engine.mark_unusable(why)
             if ours:  # such an error was agreed on: every rank raises it
                 raise
-            told = CheckpointError(self.engine.unusable)
+            told = CheckpointError(why)
             if not alone:
                 self.comm.abort(f"rank {self.comm.rank}: {what}", told)
             if isinstance(error, Exception):
                 raise told from error
             raise
-        self.engine.unusable = ""
+        self.engine.mark_unusable("")
 
     def verify(self) -> None:
         """Verify checksums, while reading into memory or in a pass over all files (collective). Raises CheckpointError."""

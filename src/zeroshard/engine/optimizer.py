@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -113,7 +114,9 @@ class OptimizerCore:
                 self.runs[number].append(run)
         self.last_step: StepRecord | None = None
         self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
-        self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
+        self.after_step: OrderedDict[int, Callable[[], object]] = (
+            OrderedDict()
+        )  # by number of a handle; called after each step that was not skipped
         self.tally = Tally(runtime.config.hold_schedulers)
         self.agree: Callable[[], None] | None = None  # called once, before the first step, if it was made after zs.shard
         self._skipped_in_a_row = 0
@@ -261,7 +264,7 @@ class OptimizerCore:
         self.publish(self._update(meets))
         self._skipped_in_a_row = 0
         runtime.progress.note_step(skipped=False)
-        for follow in self.after_step:
+        for follow in list(self.after_step.values()):
             follow()
         return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
 

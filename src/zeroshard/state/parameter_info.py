@@ -103,3 +103,9 @@ def info_of(param: Tensor) -> ParameterInfo | None:
     """Return what can be asked about a parameter of a sharded model; None for other tensors."""
     home = getattr(param, "_home", None)
     return ParameterInfo(home) if isinstance(param, nn.Parameter) and isinstance(home, ParamHome) else None
+
+
+def memory_of(param: nn.Parameter) -> Tensor:
+    """Return the tensor whose memory a parameter is a view of while it is gathered; the parameter itself where it is not sharded."""
+    home = getattr(param, "_home", None)
+    return home.group.values.full if isinstance(home, ParamHome) and home.group.values.sharded else param

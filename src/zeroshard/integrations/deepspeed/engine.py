@@ -181,7 +181,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         """
         assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
         assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
-        factor = engine_of(self.module).loss_scale
+        factor = engine_of(self.module).progress.loss_scale
         return loss if factor == 1.0 else _UnscaledGradient.apply(loss, factor)
 
     @_one_thread
@@ -349,7 +349,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             if isinstance(self._loss, Tensor):  # only if engine.backward() was used: this rank's mean over micro-batches
                 events.append(("Train/Samples/train_loss", self._loss, self.global_samples))
             if self.fp16_enabled():
-                events.append(("Train/Samples/loss_scale", engine_of(self.module).loss_scale, self.global_samples))
+                events.append(("Train/Samples/loss_scale", engine_of(self.module).progress.loss_scale, self.global_samples))
             self.monitor.write_events(events)
 
     def was_step_applied(self) -> bool:

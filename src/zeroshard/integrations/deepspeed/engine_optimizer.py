@@ -105,12 +105,12 @@ class EngineOptimizer:
         record = self.optimizer.last_step
         return record is not None and record.skipped and not math.isfinite(record.grad_norm)
 
-    loss_scale = cur_scale = property(lambda self: engine_of(self.optimizer).loss_scale)
+    loss_scale = cur_scale = property(lambda self: engine_of(self.optimizer).progress.loss_scale)
 
     @property
     def loss_scaler(self) -> LossScalerView | None:
         """The loss scaler in fp16, else None."""
-        return None if engine_of(self.optimizer).loss_scaler is None else LossScalerView(self.optimizer)
+        return None if engine_of(self.optimizer).progress.scaler is None else LossScalerView(self.optimizer)
 
     loss_scale_config = property(lambda self: LossScalerView(self.optimizer))  # without fp16: a static scale of 1
     dynamic_loss_scale = property(attrgetter("loss_scale_config.dynamic_loss_scale"))
@@ -193,10 +193,10 @@ class LossScalerView:
         self._engine, self._core = engine_of(optimizer), optimizer.core
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine.loss_scaler, name)
+        return getattr(self._engine.progress.scaler, name)
 
-    dynamic_loss_scale = property(lambda self: getattr(self._engine.loss_scaler, "dynamic", False))
-    cur_scale = loss_scale = property(attrgetter("_engine.loss_scale"))
+    dynamic_loss_scale = property(lambda self: getattr(self._engine.progress.scaler, "dynamic", False))
+    cur_scale = loss_scale = property(attrgetter("_engine.progress.loss_scale"))
     cur_iter = property(attrgetter("_core.tally.asked"))  # number of steps, skipped ones included
     cur_hysteresis = property(attrgetter("patience"))
     scale_window = property(attrgetter("config.loss_scale_window"))  # steps without an overflow after which the scale doubles
