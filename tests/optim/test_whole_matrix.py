@@ -11,8 +11,8 @@ from zoo import Stack, square
 
 import zeroshard as zs
 from zeroshard.engine.runtime import runtime_of
-from zeroshard.optim import whole_matrix
 from zeroshard.testing import run_threads
+from zeroshard.values import whole_step
 
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2, tied=False))
 DATA = token_batches(4, 1, 3)
@@ -182,13 +182,13 @@ def test_bf16_with_masters(name):
 
 
 def test_each_is_stepped_by_one_rank_and_the_work_is_balanced(monkeypatch):
-    plain, seen = whole_matrix.WholeStepper._step_class, []
+    plain, seen = whole_step.WholeStepper._step_class, []
 
     def counted(self, job, *args):
         seen.append((job.group.comm.rank, job.group.specs[job.index].name, job.numel))
         return plain(self, job, *args)
 
-    monkeypatch.setattr(whole_matrix.WholeStepper, "_step_class", counted)
+    monkeypatch.setattr(whole_step.WholeStepper, "_step_class", counted)
     run_threads(3, lambda rank: _train(rank, "muon", range(1), stage=3) and None)
     hidden = [name for name, p in MODEL.named_parameters() if name.startswith("blocks") and p.dim() == 2]
     assert sorted(name for _, name, _ in seen) == sorted(hidden)

@@ -49,7 +49,7 @@ def test_the_loss_scale():
         found[precision] = progress.loss_scale, progress.scaler and progress.scaler.scale
         if progress.scaler is not None:
             progress.scaler.update(overflow=True)
-            assert engine.loss_scale == 4.0, "the scaler is the model's own, and no copy"
+            assert progress.loss_scale == 4.0, "the scaler is the model's own, and no copy"
     assert found == {"fp32": (1.0, None), "bf16": (1.0, None), "fp16": (8.0, 8.0)}
 
 
