@@ -34,8 +34,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
 from zeroshard.tiers import cpu_kernels
-from zeroshard.tiers.io.async_file import Engine
-from zeroshard.tiers.io.swap_folder import SwapFolder
+from zeroshard.tiers.io import Engine, SwapFolder
 from zeroshard.utils.aligned import empty_aligned
 from zeroshard.utils.sheets import PLAIN
 

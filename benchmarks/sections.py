@@ -13,7 +13,7 @@ import torch
 
 from zeroshard.cli.arguments import UsageError
 from zeroshard.errors import SwapError
-from zeroshard.tiers.io.swap_folder import SwapFolder
+from zeroshard.tiers.io import SwapFolder
 
 from . import cases, checkpoints, parallel, sequence_lengths, state_formats
 from .micro import Unmeasured, apart

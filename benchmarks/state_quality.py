@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 from zeroshard.cli.sheets import say, show
 from zeroshard.data.text import read_corpus
-from zeroshard.formats.state_codecs import FloatCodec, coded_column
+from zeroshard.formats import FloatCodec, coded_column
 from zeroshard.planner.models import GPTConfig
 from zeroshard.utils.state_format import FORMATS
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from zeroshard.planner.simulator.disk_bandwidth import Burst, DiskBursts, write_bulk
-from zeroshard.tiers.cpu_kernels import host_threads
+from zeroshard.tiers import host_threads
 
 from . import contenders, memory, parallel, sequences
 from .contenders import Keeper

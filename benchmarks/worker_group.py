@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
-from zeroshard.tiers.cpu_kernels import visible_cores
+from zeroshard.tiers import visible_cores
 from zeroshard.utils import torch_compat
 
 from . import worker

@@ -35,7 +35,7 @@ from ..comm.fake import Watcher
 from ..config import Offload, Tier, Units
 from ..errors import ConfigError, ZeroshardError
 from ..seam import Ledger, Links, find_blocks, find_engine, streams_for
-from ..tiers.offload_states import Spare
+from ..tiers import Spare
 from ..utils import torch_compat
 from ..utils.saved_tensors import Outer
 from ..utils.tensor_tree import find_tensors

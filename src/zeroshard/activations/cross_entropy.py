@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..axes.tiled_parameter import Tiled
+from ..axes import Tiled
 from ..errors import ConfigError, ZeroshardError
 from ..utils import torch_compat
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..axes.tiled_parameter import Tile, Tiled
+from ..axes import Tile, Tiled
 from ..seam import Part
 from ..utils import torch_compat
 from ..utils.joined_class import Joined, new_joined

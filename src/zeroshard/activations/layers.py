@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..axes.tiled_parameter import Tile, Tiled
+from ..axes import Tile, Tiled
 from ..seam import Part
 from .cross_entropy import LogitStatistics
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import CollectiveMismatch
 from ..seam import Collective, DirectComm, Ledger, StagingPool
-from ..tiers.io.async_file import bytes_of
+from ..tiers.io import bytes_of
 
 GATHERS = "gather activations"  # kind of traffic in the ledger
 _ALIGN_NUMEL = 32  # slices start at multiples of this, as shards of parameters do

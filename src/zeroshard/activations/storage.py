@@ -27,8 +27,7 @@ from torch import Tensor
 from ..config import Offload, Tier
 from ..errors import SwapError
 from ..seam import BufferPool, Links, making
-from ..tiers.io.async_file import ALIGN, Engine, File
-from ..tiers.io.swap_folder import SwapFolder
+from ..tiers.io import ALIGN, Engine, File, SwapFolder
 from ..utils.host import ranks_here
 from ..utils.work import OVER, Then, Work
 

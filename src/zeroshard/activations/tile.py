@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..axes.tiled_parameter import Tiled
+from ..axes import Tiled
 from ..config import Config
 from ..engine.parameter import ParamHome
 from ..engine.tensor.attributes import attributes_of
@@ -30,7 +30,7 @@ from ..seam import Part, ShardedParameter, ShardedTensor, collect, partition
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
 from ..utils.transformers_compat import are_experts
-from ..values.init_context import BirthHome
+from ..values import BirthHome
 from . import experts as tiled_experts
 from .layers import EmbeddingTile, LinearTile, TiledEmbedding, TiledLinear
 

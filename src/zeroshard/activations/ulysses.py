@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..axes.along_axis import Line
+from ..axes import Line
 from ..errors import ConfigError
 from ..utils import torch_compat
 from ..utils.axes import SP

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
 from ..seam import BufferPool
-from ..state.tensor_reader import Stored, StoredCoded
-from ..tiers.io.async_file import Engine, File, Handle, open_file
+from ..state import Stored, StoredCoded
+from ..tiers.io import Engine, File, Handle, open_file
 from ..utils.aligned import bytes_of, empty
 from .file_writer import BUFFER_NBYTES, DIGEST_NBYTES, compare_digests
 from .manifest import Manifest

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..seam import Box
-from ..state.tensor_reader import StoredTensor
+from ..state import StoredTensor
 from ..utils import torch_compat
 
 ALIGN = 64  # alignment of a blob and of the tensor's bytes in it; torch.save uses the same

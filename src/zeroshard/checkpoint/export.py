@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, ConfigError, did_you_mean
-from ..state.tensor_reader import Stored, StoredTensor
+from ..state import Stored, StoredTensor
 from ..utils.aligned import bytes_of
 from ..utils.dtypes import casts_to
 from ..utils.module_names import without_wrappers

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..config import Tier
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
 from ..seam import BufferPool, Ledger
-from ..tiers.io.async_file import Engine, File, Handle, open_file
+from ..tiers.io import Engine, File, Handle, open_file
 from ..utils.aligned import bytes_of, empty_aligned
 from ..utils.work import Work
 

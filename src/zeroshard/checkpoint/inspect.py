@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from ..state.tensor_reader import Stored
+from ..state import Stored
 from . import directory
 from . import state_map as holding
 from .importers import open_foreign, recognise

@@ -23,9 +23,7 @@ from torch import nn
 from ..config import Tier
 from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError
 from ..seam import Engine, StateSlice, engine_of, exchange_values, loaded
-from ..state import state_loading
-from ..state.state_loading import SavedState
-from ..state.tensor_reader import Stored
+from ..state import Restoring, SavedState, Stored
 from ..utils.host import ranks_here
 from ..utils.host_memory import available_nbytes
 from . import directory, module_state, safetensors
@@ -184,7 +182,7 @@ class _Loading:
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
         self.reading = Reading()
-        self.restoring: state_loading.Restoring | None = None
+        self.restoring: Restoring | None = None
         self.slices: list[tuple[str, StateSlice]] = []  # of extras, with their keys in `stored_slices`
         self.stored_slices: dict[str, Stored] = {}
 
@@ -451,7 +449,7 @@ class _Loading:
 
         agreed(comm, "zs.load: reading", read, path)
 
-    def _restore(self) -> state_loading.Restoring:
+    def _restore(self) -> Restoring:
         """Return the object that loads optimizer states, made at the first call."""
         if self.restoring is None:
             guard = self.reading.guard

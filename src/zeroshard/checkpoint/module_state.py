@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, did_you_mean
 from ..seam import DirectComm, NamedPart
-from ..state.tensor_reader import Stored, differ
+from ..state import Stored, differ
 from ..utils.module_names import own_name, own_state, step_inside
 from . import safetensors
 from .bulk_reader import Reading

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ModelMismatch, ZeroshardError
-from ..formats.state_codecs import labelled_column
+from ..formats import labelled_column
 from ..seam import DirectComm, NamedPart, exchange_values, overlap
-from ..state.tensor_reader import Stored, StoredBoxes, StoredCoded, StoredTensor
+from ..state import Stored, StoredBoxes, StoredCoded, StoredTensor
 from . import directory, module_state, safetensors
 from . import state_map as holding
 from .file_writer import DIGEST_NBYTES, compare_digests

@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..axes.tiled_parameter import whole_name
+from ..axes import whole_name
 from ..errors import ConfigError, OffloadIOError, ZeroshardError
-from ..guard.rank_consistency import distinct
+from ..guard import distinct
 from ..seam import DirectComm, Engine, StateSlice, engine_of, exchange_values
-from ..state.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
+from ..state import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..utils.aligned import bytes_of, empty
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name, own_state

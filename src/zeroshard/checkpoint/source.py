@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..state.tensor_reader import Stored, StoredTensor
+from ..state import Stored, StoredTensor
 from ..utils.module_names import without_wrappers
 from .manifest import Manifest
 

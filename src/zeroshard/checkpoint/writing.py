@@ -32,8 +32,8 @@ import xxhash
 
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
 from ..seam import Engine, StateSlice, decode, encode
-from ..tiers.io.async_file import Engine as FileEngine
-from ..tiers.io.async_file import open_file
+from ..tiers.io import Engine as FileEngine
+from ..tiers.io import open_file
 from ..utils.version import __version__
 from . import directory
 from . import manifest as listing

@@ -28,9 +28,7 @@ from torch import nn
 import zeroshard as zs
 
 from ..testing import run_threads
-from ..tiers.io.async_file import open_file
-from ..tiers.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
-from ..tiers.io.swap_folder import NETWORK_FILESYSTEMS
+from ..tiers.io import MEMORY_FILESYSTEMS, NETWORK_FILESYSTEMS, filesystem_of, open_file
 from ..utils.host_memory import limits
 from ..utils.version import TESTED_TORCH
 from .arguments import how_to_install

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..diagnostics.status_server import JudgingDesk, ProcessDesk
+from ..diagnostics import JudgingDesk, ProcessDesk
 from ..engine.comm.base import DirectComm
 from ..engine.comm.failure import failure_of, last_words, note_exits
 from ..engine.comm.process_group import DistComm, backend_for

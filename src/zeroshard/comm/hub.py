@@ -13,8 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 
-from ..diagnostics.flight_recorder import describe, places_of
-from ..diagnostics.status_server import ThreadDesk
+from ..diagnostics import ThreadDesk, describe, places_of
 from ..engine.comm.base import Collective, DirectComm, Outcome
 from ..engine.comm.control import HopQueue, Missing, mismatch, misuse
 from ..engine.comm.desk import Desk

@@ -23,12 +23,8 @@ from ..engine.comm.base import Comm, DirectComm
 from ..engine.ledger import Ledger
 from ..engine.topology import Errors, Parts, Topology
 from ..errors import ConfigError
-from ..packing.backend_sums import BackendSums
+from ..packing import BackendSums, CompressedGathers, CompressedReductions, HierarchicalComm, LowRankReductions, ReplicatedComm
 from ..packing.codecs import packing
-from ..packing.compressed import CompressedGathers, CompressedReductions
-from ..packing.hierarchical import HierarchicalComm
-from ..packing.low_rank_comm import LowRankReductions
-from ..packing.replicated import ReplicatedComm
 from ..utils.compression import Compression
 from .fake import FakeComm, Imagination, imagination
 from .mesh import Divided

@@ -1,1 +1,7 @@
 """Diagnostics: the desk that tells peers where a rank stands, and the description of a stall."""
+
+from .flight_recorder import describe, places_of
+from .status_server import JudgingDesk, ProcessDesk, ThreadDesk
+from .verdict import judge
+
+__all__ = ["JudgingDesk", "ProcessDesk", "ThreadDesk", "describe", "judge", "places_of"]

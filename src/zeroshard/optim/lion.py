@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..engine.inner_optimizer import Options, State
 from ..errors import ConfigError
-from ..tiers.cpu_kernels import Kernel, register
+from ..tiers import Kernel, register
 
 
 class Lion(torch.optim.Optimizer):

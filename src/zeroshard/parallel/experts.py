@@ -32,9 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..activations.experts import Idle, why_not
-from ..axes.along_axis import AlongAxis, Line
-from ..axes.distributed import Owned
-from ..axes.tiled_parameter import Tile, Tiled
+from ..axes import AlongAxis, Line, Owned, Tile, Tiled
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
 from ..utils.joined_class import Joined, joined_class

@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from ..activations import router_loss
 from ..comm.backend_select import is_imagined
 from ..comm.shared_memory import SharedComm
-from ..diagnostics.verdict import judge
+from ..diagnostics import judge
 from ..engine.comm.process_group import DistComm
 from ..errors import ConfigError, did_you_mean
 from ..seam import ally, engine_of

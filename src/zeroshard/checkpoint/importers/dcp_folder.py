@@ -21,7 +21,7 @@ import torch
 
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
 from ...seam import Box
-from ...state.tensor_reader import StoredBoxes
+from ...state import StoredBoxes
 from ..safetensors import is_extra_state
 from ..source import Opened, load_object, read_value
 from .torch_file import TensorBlob

@@ -51,7 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from ...state.tensor_reader import Stored, StoredStretches, StoredTensor
+from ...state import Stored, StoredStretches, StoredTensor
 from ..source import Opened, Untrusted, read_value
 from .torch_file import StandIn, is_tensor, open_torch_file, plain
 from .torch_state_dict import add_optimizer, objects_of

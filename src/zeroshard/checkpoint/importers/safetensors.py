@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...errors import CheckpointCorrupt, CheckpointError
-from ...state.tensor_reader import Stored, StoredTensor
+from ...state import Stored, StoredTensor
 from ..safetensors import FOREIGN_DTYPES, SAFETENSORS_DTYPES, elements_of
 from ..source import Opened
 

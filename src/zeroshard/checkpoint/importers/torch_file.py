@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...state.tensor_reader import Stored, StoredRange, StoredTensor
+from ...state import Stored, StoredRange, StoredTensor
 from ...utils import torch_compat
 from ...utils.torch_compat import FakeTensorMode
 from ..dcp import Window

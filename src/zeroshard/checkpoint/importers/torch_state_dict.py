@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...state.tensor_reader import Stored
+from ...state import Stored
 from ..safetensors import is_extra_state
 from ..source import Opened, read_value
 from .safetensors import is_index, merged, read_index

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ...engine.hooks import also_remove
 from ...engine.runtime import runtime_of
 from ...errors import ZeroshardError
-from ...guard.out_of_memory import telling
+from ...guard import telling
 from ...public import accumulate, close, offload_states, reload_states
 from ...seam import engine_of
 from ...utils import torch_compat

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...errors import ConfigError, NonFiniteError
 from ...seam import ParameterInfo, ShardedTensor, engine_of, exchange_values, info_of
-from ...state.parameter_access import ParameterPart, gradient_of, state_of, value_of
+from ...state import ParameterPart, gradient_of, state_of, value_of
 from . import partition, stand_ins
 from .accelerator import always
 from .cpu_optimizers import FusedAdam

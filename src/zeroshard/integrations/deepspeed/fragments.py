@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...seam import info_of
-from ...state.parameter_access import ParameterPart, gradient_of, state_of, value_of
-from ...values.gathered_parameters import home_of
+from ...state import ParameterPart, gradient_of, state_of, value_of
+from ...values import home_of
 from .partition import is_zero_param
 
 

@@ -28,8 +28,7 @@ from ...config import Tier
 from ...engine.comm.process_group import talking_device
 from ...engine.tensor.attributes import whole_now
 from ...seam import ParameterInfo, ReplicatedParameter, ShardedParameter, engine_of, info_of
-from ...values.gathered_parameters import Gathering, home_of, is_gathered, refuse
-from ...values.init_context import BirthHome, cut_module, cut_whole, init, is_born, whole_births
+from ...values import BirthHome, Gathering, cut_module, cut_whole, home_of, init, is_born, is_gathered, refuse, whole_births
 from . import communication
 from .accelerator import get_accelerator
 from .ds_config import get_bfloat16_config, get_float16_config, read_config, zero_section

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...engine.runtime import runtime_of
 from ...errors import ZeroshardError
-from ...guard.out_of_memory import telling
+from ...guard import telling
 from ...public import Pipeline
 from ...seam import engine_of, exchange_values
 from ...utils.axes import PP

@@ -21,7 +21,7 @@ from ...engine.runtime import runtime_of
 from ...public import close, shard
 from ...seam import Comm, exchange_values
 from ...utils.axes import DP, EP, TP
-from ...values.ddp_interface import take_interface
+from ...values import take_interface
 from . import VERSION, activation, communication, leaf_modules, moe, partition, tensor_parallel
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine

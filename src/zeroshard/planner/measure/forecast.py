@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ...config import Tier
 from ...errors import ConfigError
 from ...seam import Engine, Rehearsal, Snapshot, engine_of, exchange_values
-from ...tiers.cpu_kernels import describe_threads, visible_cores
+from ...tiers import describe_threads, visible_cores
 from ...utils.host import ranks_here
 from .probe import DiskProbe
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ...tiers.io.async_file import Engine, Handle
+from ...tiers.io import Engine, Handle
 from ...utils.aligned import empty_aligned
 from ..simulator.disk_bandwidth import hidden_file, noise
 

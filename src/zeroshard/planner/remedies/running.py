@@ -15,7 +15,7 @@ import torch
 
 from ...config import Tier
 from ...errors import ConfigError
-from ...guard.out_of_memory import Shortage, size
+from ...guard import Shortage, size
 from ...seam import GRADIENTS, MASTERS, OPTIMIZER, PARTIAL, ROOT
 from ...utils.axes import DP, cuts_model, planned_sizes
 from ..model_source import ModelSource

@@ -18,7 +18,7 @@ import torch
 from ...comm.topology import imagined_topology
 from ...config import DEVICE_NAMES, PRECISIONS, STAGES, STATES, Config, Tier
 from ...errors import ConfigError, did_you_mean
-from ...formats.state_codecs import coded_column
+from ...formats import coded_column
 from ...packing.codecs import packing
 from ...seam import StateColumn, Topology, rests_away
 from ...utils.axes import DP, EP, PLANNED, SP, TP

@@ -26,7 +26,7 @@ from ...seam import (
     needed,
     rests_away,
 )
-from ...tiers.estimate import needs
+from ...tiers import needs
 from ..plan import ACTIVATIONS, Held, fullest, memories
 from .layout import Layout, comms_of, packed_nbytes
 from .profile import Profile, buckets_of

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ...config import Tier
 from ...errors import ConfigError
-from ...formats.state_codecs import coded_column
+from ...formats import coded_column
 from ...seam import ALIGNMENT, LARGE_FRACTION, ROOT, round_up
 from ...utils.axes import EP, SP, TP, cuts_model
 from ...utils.state_format import StateFormat

@@ -32,8 +32,8 @@ from ...comm import backend_select
 from ...comm.launch import run_processes
 from ...errors import ConfigError, SwapError
 from ...seam import DirectComm, engine_of
-from ...tiers.cpu_kernels import visible_cores
-from ...tiers.io.swap_folder import SwapFolder
+from ...tiers import visible_cores
+from ...tiers.io import SwapFolder
 from ...utils import torch_compat
 from ...utils.host_memory import available_nbytes, keep_freed_memory
 from ...utils.torch_compat import TorchDispatchMode

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...tiers.io.async_file import Engine, File, open_file
+from ...tiers.io import Engine, File, open_file
 from ...utils.aligned import empty_aligned
 
 PHASES = ("write", "read", "both")

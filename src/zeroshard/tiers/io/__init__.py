@@ -2,10 +2,8 @@
 
 from ...errors import OffloadIOError, SwapError
 from ...utils.aligned import ALIGN, empty_aligned
-from .async_file import Engine, File, Handle, Syscalls, open_file
-from .swap_folder import SwapFolder, measure
+from .async_file import Engine, File, Handle, Syscalls, bytes_of, open_file
+from .filesystems import MEMORY_FILESYSTEMS, filesystem_of
+from .swap_folder import NETWORK_FILESYSTEMS, SwapFolder, measure
 
-__all__ = [
-    "ALIGN", "Engine", "File", "Handle", "OffloadIOError", "SwapError", "SwapFolder", "Syscalls", "empty_aligned",
-    "measure", "open_file",
-]  # fmt: skip
+__all__ = ["ALIGN", "MEMORY_FILESYSTEMS", "NETWORK_FILESYSTEMS", "Engine", "File", "Handle", "OffloadIOError", "SwapError", "SwapFolder", "Syscalls", "bytes_of", "empty_aligned", "filesystem_of", "measure", "open_file"]  # fmt: skip
