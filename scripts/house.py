@@ -30,9 +30,10 @@ SATELLITES = (
 # the rings, from the inside: what they all stand on, the engine, services. What is in none is a satellite
 GROUND, RING_0 = ("errors", "utils", "config"), ("engine",)
 RING_1 = ("tiers", "guard", "axes", "packing", "values", "state", "formats", "diagnostics", "reports")
-# the names by which the code knows objects of the engine; a field that is read of one in a satellite is a place
+# the names by which the code knows objects of the engine; a field that is read of one in a satellite is a place. What is read of
+# a mapping is none: groups of an optimizer are dictionaries
 OBJECTS = frozenset(
-    "runtime core unit group topology tiers spec home masters gate schedule attendance values gradients reductions".split()
+    "runtime core unit group topology tiers home masters gate schedule attendance values gradients reductions".split()
 )
 
 
@@ -102,13 +103,23 @@ def imported(module: str, *, for_types: bool = True, late: bool = True) -> set[t
 
 
 def closure(module: str) -> set[str]:
-    """Return the modules that are executed to import a module: its own, and what these import, types and late imports apart."""
+    """Return the modules that hold what a module uses: its own, and those whose names these import, types and late imports apart.
+
+    A name that a package shows is in the module from which the package has it.
+    """
     found, todo = set(), [module]
     while todo:
         if (name := todo.pop()) not in found and name in modules():
             found.add(name)
-            todo += [other for other, _ in imported(name, for_types=False, late=False)]
+            todo += [holder(other, each) for other, each in imported(name, for_types=False, late=False)]
     return found
+
+
+def holder(module: str, name: str) -> str:
+    """Return the module from which a package has a name that it shows; the module itself if it is no package."""
+    if not name or module not in modules() or not shown_by(module):
+        return module
+    return next((other for other, each in imported(module) if each == name), module)
 
 
 def within(module: str, room: str) -> bool:
@@ -125,7 +136,10 @@ def knows(satellite: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]], i
     places = 0
     for module in (each for each in modules() if within(each, satellite)):
         names |= imported(module)
-        places += sum(isinstance(node, ast.Attribute) and owner_of(node) in OBJECTS for node in ast.walk(modules()[module][1]))
+        places += sum(
+            isinstance(node, ast.Attribute) and owner_of(node) in OBJECTS and not hasattr(dict, node.attr)
+            for node in ast.walk(modules()[module][1])
+        )
     services = {(other, name) for other, name in names if ring_of(other) == 1 and not shown_by(other)}
     return {(other, name) for other, name in names if ring_of(other) == 0}, services, places
 

@@ -27,10 +27,15 @@ LAYERS = (
     ("config",),
     ("engine",),  # ring 0
     house.RING_1,  # services
-    ("comm", "testing", "optim"),  # ranks of one host, ranks as threads; optimizers
+    ("comm", "testing"),  # ranks of one host, ranks as threads
+    ("registering",),
     ("seam",),  # what all that follows uses of the engine
+    ("optim",),  # optimizers
     ("activations",),  # checkpointing, partitioning, offload, tiling
     ("checkpoint", "data", "auto_stage"),
+    ("lr_schedulers",),  # this and what follows put rings and satellites together
+    ("sharded_optimizer",),
+    ("late_optimizer",),
     ("api",),
     ("parallel",),
     ("public", "__init__", "io"),  # the names of zeroshard, which __init__.py shows
@@ -216,7 +221,7 @@ def test_a_closure_follows_what_is_imported_at_once():
     assert "planner.plan" not in house.closure("api") and {"engine.unit", "engine.comm.base", "config"} <= house.closure("api")
     assert house.closure("engine.unit") < house.closure("engine.optimizer") < house.closure("api")
     engine, services, places = house.knows("integrations.lightning")
-    assert ("engine.runtime", "Runtime") not in engine and not services and places < house.knows("planner")[2]
+    assert not engine and not services and places < house.knows("comm")[2]
 
 
 def test_no_file_of_tests_needs_another():

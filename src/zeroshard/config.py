@@ -535,8 +535,8 @@ class Config:
                 state = getattr(config, name)
                 if state.path is not None and state.path == config._offload_folder:
                     given.setdefault(name, dataclasses.replace(state, path=None))
-        for name in {"shard_size", "mics_shard_size"} & given.keys():  # a Config shows its value under both names
-            given = {"shard_size": given[name], "mics_shard_size": given[name], **given}
+        if {"shard_size", "mics_shard_size"} & given.keys():  # `config` shows its own value under both names
+            given = {"shard_size": None, "mics_shard_size": None, **given}
         return dataclasses.replace(config, **given) if config is not None else cls(**given)
 
     @classmethod

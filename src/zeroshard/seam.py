@@ -55,6 +55,7 @@ from .engine.tensor.sharded_tensor import ReplicatedParameter, ShardedParameter,
 from .engine.tensor.state_column import StateColumn
 from .engine.topology import Parts, Topology, needed
 from .errors import ConfigError
+from .guard import telling
 from .guard.uneven import Batch, Together, joining
 from .packing.codecs import Codec
 from .registering import register
@@ -67,6 +68,7 @@ from .tiers.pool import BufferPool
 from .tiers.rehearsal import Rehearsal, copy_rates, rehearsal
 from .utils.registry import Registered
 from .utils.work import OVER, Work
+from .values import take_interface
 from .values.averages import Averages
 
 __all__ = [  # noqa: RUF022  # by subject
@@ -125,6 +127,16 @@ class Engine:
     def stages(self) -> int:
         """Number of pipeline stages; ranks of different stages have different modules."""
         return len(self._runtime.topology.stages)
+
+    @property
+    def closed(self) -> bool:
+        """True after zs.close."""
+        return self._runtime.closed
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The dtype to which the model casts floating-point inputs; None where it casts none."""
+        return self._runtime.input_dtype
 
     @property
     def stage(self) -> int:
@@ -371,6 +383,14 @@ class Engine:
     def stopping_together(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """Return an iterable over a loader that ends on every rank with the shortest loader (see `zs.stop_together`)."""
         return Together(self._runtime, loader)
+
+    def telling(self, what: str) -> AbstractContextManager[None]:
+        """Context in which an error of no memory is replaced by one that says what was held, `what` ran, and what helps."""
+        return telling(self._runtime, what)
+
+    def show_as_module(self) -> None:
+        """Undo that the model has the interface of DistributedDataParallel: it is of the program's own class again."""
+        take_interface(self._runtime)
 
     def also_remove(self, handles: Iterable[Any]) -> None:
         """Let `zs.close` remove hooks as well; a handle is any object with a method `remove`."""

@@ -177,4 +177,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch
 
 
 def _check_members(core: OptimizerCore) -> None:
-    check_members(core.outer, core.members, core.runtime.groups)
+    check_members(
+        core.outer, core.members,
+        lambda: {id(param): spec.name for group in core.runtime.groups for param, spec in zip(group.params, group.specs, strict=True)},
+    )  # fmt: skip

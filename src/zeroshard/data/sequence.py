@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..activations import router_loss
 from ..activations.ulysses import sequence_of
 from ..comm.mesh import NamedRanks, place_along
-from ..engine.runtime import runtime_of
 from ..errors import ConfigError
-from ..seam import DirectComm, exchange_values
+from ..seam import DirectComm, engine_of, exchange_values
 from ..utils.aligned import host_bytes
 from ..utils.axes import SP
 
@@ -111,7 +110,7 @@ def cut(
 def _rank_along_sp(where: Where) -> tuple[int, int, DirectComm | None]:
     """Return this rank's index along sp, the number of ranks along it, and their Comm (None: `where` is a mesh, or has no sp)."""
     if isinstance(where, nn.Module):
-        sequence = sequence_of(runtime_of(where).model)
+        sequence = sequence_of(engine_of(where).model)
         return (sequence.rank, sequence.size, sequence.comm) if sequence is not None else (0, 1, None)
     if not isinstance(where, (Mapping, DeviceMesh)):
         raise ConfigError(f"zs.shard_sequence: expected a sharded model or a mesh, got {type(where).__name__}.")

@@ -1,4 +1,4 @@
-"""What a rank does that fails on its own while peers may wait for it: it sends them its error."""
+"""Aborting: a rank that fails on its own, while peers may wait for it, sends them its error."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from .unit import Unit
 
 
 class Attendance:
-    """What the engine asks and tells about ranks whose data has ended; each method here does what suits ranks that all have data.
+    """A record of which ranks have data, as the engine asks and tells it; each method here does what suits ranks that all have data.
 
     ended: ranks whose data has ended, as far as all ranks know. serving: this rank is one of them, and follows the others. joined: it
     is inside `zs.join`. share: batches of this step / batches if every rank still had data. Reductions take the mean over all ranks, so

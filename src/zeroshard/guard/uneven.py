@@ -1,4 +1,4 @@
-"""What `zs.join` and `zs.stop_together` do on a rank whose data has ended (data/uneven.py has the two public functions).
+"""Part of `zs.join` and `zs.stop_together` (data/uneven.py) that a rank takes whose data has ended.
 
 A rank whose data has ended still has a shard of every state, which the other ranks need for their all-gathers, reduce-scatters,
 norms and steps. They announce to it each event (guard/attendance.py), and it takes part without running the model: it gathers the

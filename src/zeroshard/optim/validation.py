@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import is_
 
 import torch
 from torch import Tensor
 
 from ..engine.parameter import ParamSpec
-from ..engine.unit import ParamGroup
 from ..engine.user_hooks import ONE_OPTIMIZER, other_optimizers
 from ..errors import ConfigError
 from ..utils.torch_compat import post_accumulate_hooks
@@ -145,14 +144,17 @@ def _sends(cls: type, operation: str) -> str:
     )
 
 
-def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]], groups: list[ParamGroup]) -> None:
-    """Raise ConfigError if a group's parameters are not those in `members`, which it had at zs.shard(); their order is free."""
+def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]], named: Callable[[], dict[int, str]]) -> None:
+    """Raise ConfigError if a group's parameters are not those in `members`, which it had at zs.shard(); their order is free.
+
+    named: returns the names of the model's parameters, by id.
+    """
     now = [group["params"] for group in optimizer.param_groups]
     if len(now) == len(members) and all(
         len(params) == len(then) and all(map(is_, params, then)) for params, then in zip(now, members, strict=True)
     ):
         return
-    names = {id(param): spec.name for group in groups for param, spec in zip(group.params, group.specs, strict=True)}
+    names = named()
     changes = [] if len(now) == len(members) else [f"there are {len(now)} groups, then there were {len(members)}"]
     for number, (params, then) in enumerate(zip(now, members, strict=False)):
         before, after = {id(p): p for p in then}, {id(p): p for p in params}

@@ -1,4 +1,4 @@
-"""What others may ask about one parameter of a sharded model: how it rests, whether it is gathered, which slice this rank has."""
+"""Description of one parameter of a sharded model: how it rests, whether it is gathered, which slice this rank has."""
 
 from __future__ import annotations
 

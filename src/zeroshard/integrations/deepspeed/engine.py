@@ -22,10 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...engine.hooks import also_remove
-from ...engine.runtime import runtime_of
 from ...errors import ZeroshardError
-from ...guard import telling
 from ...public import accumulate, close, offload_states, reload_states
 from ...seam import engine_of
 from ...utils import torch_compat
@@ -121,7 +118,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._held: contextlib.AbstractContextManager | None = None
         self._gc_was_on = False
         if self.fp16_auto_cast():  # of positional arguments, as DeepSpeed; `engine.module(x)` casts them, too
-            also_remove(runtime_of(module), [module.register_forward_pre_hook(lambda _, args: halved(args))])
+            engine_of(module).also_remove([module.register_forward_pre_hook(lambda _, args: halved(args))])
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -142,7 +139,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if self.module.training:
             self.tput_timer.start()
         self._hold(self._sums_locally())
-        with self._autocast(), telling(runtime_of(self.module), "the forward"):
+        with self._autocast(), engine_of(self.module).telling("the forward"):
             output = self.module(*args, **kwargs)
 
         # for programs that call loss.backward() instead of engine.backward(loss)
@@ -286,7 +283,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     def allreduce_gradients(self, bucket_size: object = None) -> None:
         """Reduce the gradients that were accumulated locally (collective)."""
         self._hold(False)
-        runtime_of(self.module).flush()
+        engine_of(self.module).flush()
 
     _flush_coalesced_reduction_zero3 = allreduce_gradients
 
@@ -409,6 +406,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self._hold(False)
         if self._gc_was_on:
             gc.enable()
-        if getattr(self.module, "_zeroshard", None) is not None and not runtime_of(self.module).closed:
+        if getattr(self.module, "_zeroshard", None) is not None and not engine_of(self.module).closed:
             partition.detach(self.module)
             close(self.module)

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...engine.hooks import also_remove
 from ...engine.part import distribution_of
-from ...engine.runtime import runtime_of
+from ...seam import engine_of
 from .sections import DeepSpeedConfigError
 
 _JITTER = 1e-2  # inputs of the gate are multiplied by numbers in 1 - _JITTER .. 1 + _JITTER
@@ -229,7 +228,7 @@ def show_own(model: nn.Module) -> None:
 
     shown = {"named_parameters": named_parameters, "parameters": parameters}
     model.__dict__.update(shown)
-    also_remove(runtime_of(model), [SimpleNamespace(remove=lambda: [model.__dict__.pop(name, None) for name in shown])])
+    engine_of(model).also_remove([SimpleNamespace(remove=lambda: [model.__dict__.pop(name, None) for name in shown])])
 
 
 # -- deepspeed.moe.utils -----------------------------------------------------------------------------------------

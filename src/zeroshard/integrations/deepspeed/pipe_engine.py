@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...engine.runtime import runtime_of
 from ...errors import ZeroshardError
-from ...guard import telling
 from ...public import Pipeline
 from ...seam import engine_of, exchange_values
 from ...utils.axes import PP
@@ -135,7 +133,7 @@ class PipelineEngine(DeepSpeedEngine):
         inputs, labels = map_tensors(lambda x: x.to(self.device), (inputs, labels))
         if self.fp16_auto_cast():  # here, since the model's own inputs are the micro-batches' numbers
             inputs = halved(inputs)
-        elif (dtype := runtime_of(self.module).input_dtype) is not None:
+        elif (dtype := engine_of(self.module).input_dtype) is not None:
             inputs = cast_floating(inputs, dtype)
         return inputs, labels
 
@@ -200,7 +198,7 @@ class PipelineEngine(DeepSpeedEngine):
         numbers = torch.arange(count)
         run = self.pipeline.step if self.module.training else self.pipeline.evaluate
         try:
-            with self._autocast(), telling(runtime_of(self.module), f"engine.{what}"):
+            with self._autocast(), engine_of(self.module).telling(f"engine.{what}"):
                 return run(numbers, target=numbers)
         finally:
             self._inputs, self._labels = [], []

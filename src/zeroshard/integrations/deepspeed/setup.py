@@ -17,11 +17,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ...comm import backend_select
 from ...engine.comm.process_group import talking_device
-from ...engine.runtime import runtime_of
 from ...public import close, shard
-from ...seam import Comm, exchange_values
+from ...seam import Comm, engine_of, exchange_values
 from ...utils.axes import DP, EP, TP
-from ...values import take_interface
 from . import VERSION, activation, communication, leaf_modules, moe, partition, tensor_parallel
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
@@ -130,7 +128,7 @@ def _initialize(
     shard(model, basic, comm=None if group is None else comm, mesh=mesh, **options)
     if isinstance(mpu, SequenceGroups):
         mpu.attend(model)
-    take_interface(runtime_of(model))  # engine.module is of the program's own class, as in DeepSpeed
+    engine_of(model).show_as_module()  # engine.module is of the program's own class, as in DeepSpeed
     config.say_notes()
     if config.log_level is not None:
         set_log_level_from_string(config.log_level)
@@ -151,7 +149,7 @@ def _initialize(
     engine.lr_scheduler = lr_scheduler
     if training_data is not None and isinstance(model, PipelineModule):  # the same samples at all stages, over and over
         data: Any = training_data
-        sampler: Sampler = DistributedSampler(data, num_replicas=data_ranks, rank=runtime_of(model).comm.rank, shuffle=False)
+        sampler: Sampler = DistributedSampler(data, num_replicas=data_ranks, rank=engine_of(model).ranks.rank, shuffle=False)
         engine.set_dataloader(RepeatingLoader(deepspeed_io(engine, data, data_sampler=sampler)))
     elif training_data is not None:
         engine.training_dataloader = deepspeed_io(engine, training_data)
@@ -383,7 +381,7 @@ def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None =
     options = {
         "num_workers" if key == "num_local_io_workers" else key: value for key, value in options.items() if value is not None
     }
-    comm = runtime_of(engine.module).comm  # ranks that share layers read the same
+    comm = engine_of(engine.module).ranks  # ranks that share layers read the same
     pinned = options.pop("pin_memory", True) and torch.cuda.is_available()
     return DeepSpeedDataLoader(
         dataset, batch_size or engine.train_micro_batch_size_per_gpu(), rank=comm.rank, world_size=comm.world_size,

@@ -124,8 +124,8 @@ class OpBuilder:
 _ROOT, _OPTIMIZERS = __name__.partition(".")[0], f"{__package__}.cpu_optimizers"
 _MODULES = {  # operation -> module of zeroshard that has it
     **dict.fromkeys(("cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lion"), _OPTIMIZERS),
-    "async_io": f"{_ROOT}.memory.io.async_file",
-    "pin_memory": f"{_ROOT}.comm.pool",
+    "async_io": f"{_ROOT}.tiers.io.async_file",
+    "pin_memory": f"{_ROOT}.engine.comm.pool",
 }
 BUILDERS: dict[str, type[OpBuilder]] = {
     name: type(name, (OpBuilder,), {"NAME": op, "module": _MODULES.get(op), "__module__": __name__, "__doc__": f"The operation {op!r}."})
