@@ -28,7 +28,7 @@ SATELLITES = (
     "cli", "benchmarks",
 )  # fmt: skip
 # the rings, from the inside: what they all stand on, the engine, services. What is in none is a satellite
-GROUND, RING_0 = ("errors", "utils", "config"), ("engine",)
+GROUND, RING_0 = ("errors", "utils", "config", "tensor"), ("engine",)
 RING_1 = ("tiers", "guard", "axes", "packing", "values", "state", "formats", "diagnostics", "reports")
 # the names by which the code knows objects of the engine; a field that is read of one in a satellite is a place. What is read of
 # a mapping is none: groups of an optimizer are dictionaries
@@ -261,16 +261,16 @@ def measure() -> dict[str, float]:
 
 COMMENTS = "comment lines, %"
 GOALS = {
-    "lines of src/zeroshard and benchmarks": 62_700,
+    "lines of src/zeroshard and benchmarks": 67_300,
     "lines of ring 0 (engine/)": 8_500,
-    "lines of ring 1": 12_000,
+    "lines of ring 1": 11_700,
     **dict.fromkeys(("imports that leave ring 0", "imports from ring 1 to ring 2", "imports between rooms of ring 1"), 0),
-    "lines of these, engine.optimizer": 8_500,
+    "lines of these, engine.optimizer": 12_000,
     **{f"names of the engine that {satellite} imports": 0 for satellite in SATELLITES},
     **{f"names inside of services that {satellite} imports": 0 for satellite in SATELLITES},
     **{f"places of {satellite} inside the engine": 0 for satellite in SATELLITES},
-    "Any in 1,000 lines": 10,
-    COMMENTS: 9.5,
+    "Any in 1,000 lines": 11.3,
+    COMMENTS: 4.3,
 }
 BOUNDS: dict[str, float] = {
     "lines of src/zeroshard and benchmarks": 66_500,

@@ -24,6 +24,7 @@ TESTS = sorted(Path(__file__).parent.rglob("*.py"))
 
 LAYERS = (
     ("errors", "utils"),
+    ("tensor",),  # of which a rank holds a slice: what a program sees of a parameter at rest
     ("config",),
     ("engine",),  # ring 0
     house.RING_1,  # services

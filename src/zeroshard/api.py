@@ -36,7 +36,6 @@ from .engine.parameter import ParamHome, ParamSpec
 from .engine.rest import Tiers
 from .engine.runtime import Runtime, runtime_of
 from .engine.shard_model import Inventory, ModelLayout, build_units
-from .engine.tensor.sharded_tensor import ShardedTensor
 from .engine.topology import Topology
 from .engine.unit import Phase
 from .engine.verbs import begin
@@ -56,6 +55,7 @@ from .sharded_optimizer import ShardedOptimizer, shard_optimizer
 from .state.parameter_access import whole_states
 from .state.slices import named_parts
 from .state.state_view import state_by_param
+from .tensor.sharded_tensor import ShardedTensor
 from .tiers.room import check_room, farther, given_back_by, needs_of, open_tiers
 from .utils.module_names import own_name
 from .values import init_context

@@ -45,14 +45,10 @@ from .engine.ledger import (
     making,
 )
 from .engine.mixed_precision import Progress
-from .engine.part import Part
 from .engine.prefetch import most_gathered
 from .engine.rest import Links, Rest
 from .engine.runtime import Runtime, runtime_of
 from .engine.sizes import BUFFERS, Group, rests_away
-from .engine.tensor.chunks import Box, boxes_of, overlap
-from .engine.tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
-from .engine.tensor.state_column import StateColumn
 from .engine.topology import Parts, Topology, needed
 from .errors import ConfigError
 from .guard import telling
@@ -64,6 +60,10 @@ from .state.parameter_info import ParameterInfo, info_of, memory_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
 from .state.state_loading import Restoring, SavedState
 from .state.tied_copy import TiedCopy
+from .tensor.chunks import Box, boxes_of, overlap
+from .tensor.part import Part
+from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
+from .tensor.state_column import StateColumn
 from .tiers.pool import BufferPool
 from .tiers.rehearsal import Rehearsal, copy_rates, rehearsal
 from .utils.registry import Registered

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.checkpoint.importers.safetensors import open_safetensors
-from zeroshard.engine.part import Part
 from zeroshard.state.tensor_reader import StoredPart
+from zeroshard.tensor.part import Part
 
 
 class Buffered(nn.Module):

@@ -15,7 +15,7 @@ from optimizers import backward
 
 import zeroshard as zs
 from zeroshard.engine.runtime import runtime_of
-from zeroshard.engine.tensor.state_column import StateColumn
+from zeroshard.tensor.state_column import StateColumn
 from zeroshard.testing import run_threads
 
 BLOCK, RESTS = 64, 68  # elements of a block, and its bytes at rest: a code for each, and a scale

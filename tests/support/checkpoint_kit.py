@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.axes.tiled_parameter import whole_name
-from zeroshard.engine.part import part_of
+from zeroshard.tensor.part import part_of
 from zeroshard.testing import run_threads
 
 VOCAB, DIM = 11, 7

@@ -458,7 +458,7 @@ def test_norms_that_can_not_be_had():
 
 
 def test_lists_of_sharded_and_plain_tensors_a_stretch_at_a_time(monkeypatch):
-    monkeypatch.setattr("zeroshard.engine.tensor.sharded_tensor._STRETCH_NUMEL", 20)
+    monkeypatch.setattr("zeroshard.tensor.sharded_tensor._STRETCH_NUMEL", 20)
 
     def run(rank):
         model, _ = sharded(seeded(OddGPT), rank, stage=2)

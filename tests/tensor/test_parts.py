@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zeroshard.checkpoint.fingerprint import _places
-from zeroshard.engine.part import Part
+from zeroshard.tensor.part import Part
 
 PARTS = [
     Part(0, 2, 4, (12, 5), 3),  # queries, keys, values of one linear map

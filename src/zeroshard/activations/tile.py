@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from ..axes import Tiled
 from ..config import Config
 from ..engine.parameter import ParamHome
-from ..engine.tensor.attributes import attributes_of
 from ..errors import ConfigError, ZeroshardError
 from ..seam import Part, ShardedParameter, ShardedTensor, collect, partition
+from ..tensor.attributes import attributes_of
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
 from ..utils.transformers_compat import are_experts

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from ..engine.part import Distribution, Part, distribution_of
 from ..errors import ConfigError
+from ..tensor.part import Distribution, Part, distribution_of
 from ..utils import torch_compat
 from ..utils.module_names import own_name
 from ..utils.torch_compat import is_distributed

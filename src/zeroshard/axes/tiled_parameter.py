@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.part import Cut, Piece
-from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..errors import TiledAccessError
+from ..tensor.part import Cut, Piece
+from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
 
 

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config import read_layout
 from ..engine.comm.base import Comm, DirectComm
-from ..engine.part import Distribution
 from ..engine.topology import Parts
 from ..errors import ConfigError
+from ..tensor.part import Distribution
 from ..utils.axes import AXES, DP, EP, MODEL_AXES, SP, cuts_model, other_model_axes, planned_otherwise, role
 from ..utils.torch_compat import group_of_members, unset_fake_temporarily
 from . import backend_select

@@ -22,12 +22,12 @@ from torch import nn
 
 from ..config import Config, Units
 from ..errors import ConfigError, ShardedAccessError, did_you_mean
+from ..tensor.part import Cut, Piece, class_and_name, distribution_of
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision, is_narrow
 from ..utils.module_names import matches, own_name
 from ..utils.torch_compat import original
 from .parameter import ParamSpec
-from .part import Cut, Piece, class_and_name, distribution_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 ROOT = "(root)"  # the unit that stays gathered from the beginning of a pass to its end

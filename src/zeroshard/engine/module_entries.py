@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelChanged
+from ..tensor.sharded_tensor import ShardedParameter
 from ..utils import torch_compat
 from ..utils.torch_compat import tree_map_only
-from .tensor.sharded_tensor import ShardedParameter
 
 if TYPE_CHECKING:
-    from .part import Distribution
+    from ..tensor.part import Distribution
     from .unit import ParamGroup
 
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ModelChanged, ShardedWriteError
+from ..tensor.home import Home
+from ..tensor.part import Distribution, Part, Piece, part_of
+from ..tensor.sharded_tensor import ShardedTensor
 from ..utils.aligned import bytes_of
 from ..utils.torch_compat import is_distributed
 from .comm.base import Comm
-from .part import Distribution, Part, Piece, part_of
-from .tensor.home import Home
-from .tensor.sharded_tensor import ShardedTensor
 from .user_hooks import ONE_OPTIMIZER, UserHook, other_optimizers
 
 if TYPE_CHECKING:

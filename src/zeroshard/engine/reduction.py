@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ..config import Config, Placement, Tier
 from ..errors import ModelChanged
+from ..tensor.sharded_tensor import clear_local_grad, local_grad
 from ..utils import torch_compat
 from ..utils.work import pause
 from .attendance import Attendance
@@ -45,7 +46,6 @@ from .flat_layout import FlatLayout
 from .freezing import Freezing
 from .ledger import GRADIENTS, PARTIAL, claimed
 from .rest import Rest, Tiers
-from .tensor.sharded_tensor import clear_local_grad, local_grad
 from .unit import ParamGroup, Unit
 
 # numbers of units with gradients, of parameters with gradients, of units with late gradients

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
+from ..tensor.state_column import StateColumn
 from ..utils import torch_compat
 from ..utils.aligned import empty_aligned, zeros
 from ..utils.work import OVER, Work
@@ -35,7 +36,6 @@ from .comm.pool import StagingPool
 from .comm.streams import Copy, Streams
 from .ledger import Ledger, making
 from .sizes import Buffers
-from .tensor.state_column import StateColumn
 
 
 class Links:

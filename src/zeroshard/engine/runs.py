@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Tier
+from ..tensor.state_column import is_column
 from .inner_optimizer import State, fresh, hashable
 from .ledger import OPTIMIZER
 from .rest import Rest, Tiers
-from .tensor.state_column import is_column
 from .unit import ParamGroup
 
 K = TypeVar("K")  # key that is equal for parameters of one run

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..errors import ModelClosed, ShardedAccessError, ZeroshardError
+from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
 from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
 from ..utils.garbage import collect_garbage
@@ -36,7 +37,6 @@ from .reduction import Agreed, Reductions
 from .rest import Tiers
 from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
-from .tensor.sharded_tensor import ShardedTensor
 from .topology import Topology
 from .unit import ModelForward, Phase, Unit, UnitForward
 from .verbs import begin

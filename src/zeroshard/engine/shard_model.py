@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from ..config import Config, Offload, Placement, Tier
 from ..errors import OffloadIOError
+from ..tensor.attributes import attributes_of
+from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
+from ..tensor.state_column import StatePlan
 from ..utils import torch_compat
 from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import UnitPlan, partition
@@ -30,9 +33,6 @@ from .parameter import ParamSpec
 from .reduction import GradientBuffer
 from .rest import Rest
 from .sizes import Buffers, Group, rests_away
-from .tensor.attributes import attributes_of
-from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
-from .tensor.state_column import StatePlan
 from .topology import Topology
 from .unit import ParamGroup, Unit
 from .user_hooks import adopt

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import Config, Offload, Placement, Tier
-from .tensor.state_column import StateColumn
+from ..tensor.state_column import StateColumn
 
 BUFFERS = "buffers"  # the category of buffers of constant size in estimates
 STAGING_BUFFERS = 2  # of gradients: one is being filled while the other is being reduced

@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
+from ..tensor.part import Piece
+from ..tensor.released_parameter import AwayParameter, ReleasedParameter
+from ..tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from ..utils import torch_compat
 from ..utils.autograd import memory_of
 from ..utils.tensor_tree import Exchanged
@@ -36,10 +39,7 @@ from .flat_buffer import ParameterBuffer
 from .masters import Masters
 from .module_entries import ModuleEntries
 from .parameter import ParamHome
-from .part import Piece
 from .rest import Rest
-from .tensor.released_parameter import AwayParameter, ReleasedParameter
-from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 
 if TYPE_CHECKING:
     from .reduction import GradientBuffer

@@ -35,8 +35,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.tensor.state_column import Codec, Scratch, StateColumn
 from ..errors import ConfigError
+from ..tensor.state_column import Codec, Scratch, StateColumn
 from ..utils.state_format import StateFormat
 from ..utils.torch_compat import FakeTensor
 from ..utils.triton import has_triton

@@ -10,8 +10,8 @@ from torch import nn
 
 from ..config import Config
 from ..engine.parameter import ParamSpec
-from ..engine.tensor.state_column import StateColumn, StatePlan, declared_columns
 from ..errors import ConfigError, did_you_mean
+from ..tensor.state_column import StateColumn, StatePlan, declared_columns
 from ..utils.state_format import StateFormat
 from .state_codecs import Formats
 

@@ -21,8 +21,8 @@ from ..engine.comm.base import Comm
 from ..engine.comm.messages import exchange_values
 from ..engine.inner_optimizer import optimizer_groups
 from ..engine.parameter import ParamSpec
-from ..engine.tensor.sharded_tensor import ShardedTensor, checksum
 from ..errors import ModelMismatch
+from ..tensor.sharded_tensor import ShardedTensor, checksum
 from ..utils.aligned import host_bytes
 
 _PER_RANK = {"path", "offload_path"}  # options that may differ: each rank may have a disk of its own

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..engine.parameter import ParamSpec
-from ..engine.tensor.home import RangeHome
-from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..errors import ShardedAccessError
+from ..tensor.home import RangeHome
+from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.inner_optimizer import State, inner_copy
-from ..engine.tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor
 from ..utils.torch_compat import DYNAMO, FakeTensor, TorchDispatchMode, disable_current_modes
 
 T = TypeVar("T")

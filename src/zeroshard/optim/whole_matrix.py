@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..engine.parameter import ParamSpec
-from ..engine.part import part_of
 from ..errors import ConfigError
+from ..tensor.part import part_of
 
 Where = Callable[[Tensor, Mapping[str, Any]], bool]
 _DECLARED: dict[type, Where] = {}

@@ -26,10 +26,10 @@ from ..engine.inner_optimizer import State
 from ..engine.optimizer import OptimizerCore
 from ..engine.parameter import ParamHome
 from ..engine.shard_model import write_value
-from ..engine.tensor.attributes import whole_now
-from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError, ZeroshardError
+from ..tensor.attributes import whole_now
+from ..tensor.sharded_tensor import ShardedTensor
 from ..utils.aligned import bytes_of
 from .state_view import entries_of, write_entry
 

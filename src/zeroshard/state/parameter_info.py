@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from ..config import Tier
 from ..engine.comm.base import Comm
 from ..engine.parameter import ParamHome
-from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..engine.unit import Phase
+from ..tensor.sharded_tensor import ShardedTensor
 
 
 class ParameterInfo:

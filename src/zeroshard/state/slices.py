@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from ..config import Tier
 from ..engine.parameter import ParamSpec
-from ..engine.part import Distribution, Part, Piece
 from ..engine.rest import Rest
 from ..engine.runtime import Runtime
 from ..engine.shard_model import write_value
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError
+from ..tensor.part import Distribution, Part, Piece
 from ..utils.aligned import empty
 from ..utils.module_names import own_name
 from ..utils.work import OVER, Work

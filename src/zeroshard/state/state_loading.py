@@ -17,8 +17,8 @@ from torch import Tensor
 from ..engine.inner_optimizer import Options, State, hashable
 from ..engine.rest import Rest
 from ..engine.runs import Run
-from ..engine.tensor.state_column import is_column
 from ..engine.unit import ParamGroup
+from ..tensor.state_column import is_column
 from ..utils.aligned import empty
 from ..utils.torch_compat import alone
 from .tensor_reader import Bulk

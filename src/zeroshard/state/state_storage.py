@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..engine.parameter import ParamHome
 from ..engine.rest import Rest
-from ..engine.tensor.home import DerivedHome
-from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..errors import ConfigError
+from ..tensor.home import DerivedHome
+from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
 
 

@@ -8,7 +8,7 @@ them works as in torch. The dicts around them are views, which forward assignmen
                                     runs whose states are then equal
     del state[p], state.clear()     as before the first step
 
-Of a replicated state that rests encoded (engine/tensor/state_column.py), the mapping has a decoded copy: assign a new value, since
+Of a replicated state that rests encoded (tensor/state_column.py), the mapping has a decoded copy: assign a new value, since
 writing into the copy changes nothing.
 """
 
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..engine.inner_optimizer import State, hashable
 from ..engine.runs import Run
-from ..engine.tensor.sharded_tensor import ShardedTensor, trace_of
-from ..engine.tensor.state_column import is_column
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError, ModelClosed
+from ..tensor.sharded_tensor import ShardedTensor, trace_of
+from ..tensor.state_column import is_column
 from .state_loading import Restoring, SavedState, TensorReader, scalars_for, state_dtype
 from .state_storage import StateHome, WholeState, write_state
 

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..engine.part import Part
-from ..engine.tensor.chunks import Box
-from ..engine.tensor.state_column import StateColumn
+from ..tensor.chunks import Box
+from ..tensor.part import Part
+from ..tensor.state_column import StateColumn
 from ..utils.aligned import bytes_of
 
 CHUNK_NBYTES = 16 << 20  # number of bytes read, and converted, at a time

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..engine.rest import Rest
-from ..engine.tensor.state_column import StateColumn
+from ..tensor.state_column import StateColumn
 from ..utils.work import OVER, Then, Work
 from .stretch import SplitStretch
 

@@ -19,7 +19,7 @@ from ..engine.optimizer import OptimizerCore
 from ..engine.rest import Tiers
 from ..engine.runs import Run
 from ..engine.steppers import Job
-from ..engine.tensor.state_column import is_column
+from ..tensor.state_column import is_column
 from .cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
 from .gradient_offload import NarrowRest
 from .host_step import HostStepper

@@ -19,9 +19,9 @@ from ..engine.prefetch import most_gathered
 from ..engine.rest import Tiers
 from ..engine.shard_model import ModelLayout
 from ..engine.sizes import BUFFERS, rests_away
-from ..engine.tensor.sharded_tensor import ShardedTensor
 from ..engine.topology import needed
 from ..errors import ConfigError, HostMemoryError, OffloadIOError
+from ..tensor.sharded_tensor import ShardedTensor
 from ..utils.host import host_identity
 from ..utils.host_memory import keep_freed_memory, limits
 from .estimate import Need, Place, needs, shortage

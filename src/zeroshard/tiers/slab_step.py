@@ -22,7 +22,7 @@ from ..engine.flat_layout import round_up
 from ..engine.inner_optimizer import State, fresh, step_alone
 from ..engine.rest import MemoryRest, Rest, Tiers
 from ..engine.steppers import Job, SlabStep
-from ..engine.tensor.state_column import is_column
+from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from ..utils.work import Work
 from .cpu_kernels import CHUNK_NUMEL, CODED_CHUNK_NUMEL, Kernel, Team, host_threads, kernel_for, step_stretch

@@ -19,8 +19,8 @@ from ..engine.comm.base import DirectComm
 from ..engine.ledger import STAGING, Ledger
 from ..engine.rest import Departure, MemoryRest, Rest, Tiers
 from ..engine.sizes import Buffers
-from ..engine.tensor.state_column import StateColumn
 from ..errors import OffloadIOError
+from ..tensor.state_column import StateColumn
 from ..utils.aligned import empty_aligned
 from ..utils.one_thread import Turn, one_thread
 from ..utils.work import OVER, Then, Work

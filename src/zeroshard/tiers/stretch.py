@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..engine.tensor.state_column import Scratch, StateColumn
+from ..tensor.state_column import Scratch, StateColumn
 
 Noise = Callable[[int, int], Tensor]  # (start, stop) -> uniform numbers from 0 to 1, one for each of these elements
 

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import hooks
-from ..engine.part import Distribution
 from ..engine.runtime import Runtime, runtime_of
-from ..engine.tensor.attributes import attributes_of
-from ..engine.tensor.sharded_tensor import ReplicatedParameter, set_data
 from ..engine.unit import ParamGroup
 from ..engine.user_hooks import give_back
 from ..engine.verbs import begin
 from ..errors import StatesAway, ZeroshardError
+from ..tensor.attributes import attributes_of
+from ..tensor.part import Distribution
+from ..tensor.sharded_tensor import ReplicatedParameter, set_data
 from ..utils.torch_compat import carry_hooks, own_parameters, swap
 
 

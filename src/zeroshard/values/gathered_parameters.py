@@ -23,10 +23,10 @@ from ..engine.comm.messages import exchange_values
 from ..engine.ledger import GATHERED
 from ..engine.parameter import ParamHome
 from ..engine.shard_model import write_value
-from ..engine.tensor.attributes import attributes_of, whole_now
 from ..engine.unit import Unit
 from ..engine.verbs import begin
 from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, ZeroshardError
+from ..tensor.attributes import attributes_of, whole_now
 from ..utils import torch_compat
 from ..utils.aligned import host_bytes
 from ..utils.torch_compat import exchange

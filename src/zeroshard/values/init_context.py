@@ -35,12 +35,12 @@ from ..engine.comm.base import Comm
 from ..engine.comm.messages import exchange_values
 from ..engine.comm.process_group import talking_device
 from ..engine.parameter import gather_flat
-from ..engine.tensor.attributes import attributes_of, whole_now
-from ..engine.tensor.home import Home
-from ..engine.tensor.sharded_tensor import ShardedParameter, ShardedTensor, checksum, set_data
 from ..errors import ModelMismatch, ShardedAccessError, ShardedWriteError
 from ..guard.rank_consistency import agree_on_values, check_alike
 from ..guard.shared_storage import Origin
+from ..tensor.attributes import attributes_of, whole_now
+from ..tensor.home import Home
+from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, checksum, set_data
 from ..utils import torch_compat
 from ..utils.dtypes import casts_to
 from ..utils.garbage import collect_garbage

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine import hooks
-from ..engine.part import distribution_of
 from ..engine.runtime import Runtime
-from ..engine.tensor.sharded_tensor import ShardedParameter
 from ..errors import ModelChanged, ShardedAccessError, StallError
+from ..tensor.part import distribution_of
+from ..tensor.sharded_tensor import ShardedParameter
 
 
 def replace_methods(runtime: Runtime) -> None:

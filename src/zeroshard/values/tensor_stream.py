@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ..config import Placement
 from ..engine.ledger import GATHERED
-from ..engine.part import Part, Piece
 from ..engine.rest import Rest
 from ..engine.runtime import Runtime, runtime_of
-from ..engine.tensor.sharded_tensor import trace_of
 from ..engine.unit import ParamGroup
 from ..engine.verbs import begin
 from ..errors import ConfigError, did_you_mean
+from ..tensor.part import Part, Piece
+from ..tensor.sharded_tensor import trace_of
 from ..utils.dtypes import casts_to
 from ..utils.module_names import own_name, own_state
 from .chunked_gather import ChunkedGather

@@ -28,7 +28,7 @@ from ..engine.inner_optimizer import Options, State, fresh, step_alone
 from ..engine.rest import Tiers
 from ..engine.runs import Run
 from ..engine.steppers import WholeStep
-from ..engine.tensor.state_column import is_column
+from ..tensor.state_column import is_column
 from ..utils.torch_compat import disable_current_modes
 from .chunked_gather import ChunkedGather
 

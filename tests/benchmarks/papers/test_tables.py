@@ -11,7 +11,7 @@ from benchmarks.papers.table import Cell, Table, digits, printed, rank_correlati
 from zeroshard.cli import main
 from zeroshard.config import Config, Offload, Tier
 from zeroshard.engine.sizes import BUFFERS, Group
-from zeroshard.engine.tensor.state_column import StateColumn
+from zeroshard.tensor.state_column import StateColumn
 from zeroshard.tiers.estimate import needs
 
 DATA = Path(benchmarks.papers.__file__).parent / "data"

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...engine.part import distribution_of
 from ...seam import engine_of
+from ...tensor.part import distribution_of
 from .sections import DeepSpeedConfigError
 
 _JITTER = 1e-2  # inputs of the gate are multiplied by numbers in 1 - _JITTER .. 1 + _JITTER

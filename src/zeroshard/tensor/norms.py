@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...errors import ZeroshardError
-from ...utils import torch_compat
-from ...utils.torch_compat import OpOverload
+from ..errors import ZeroshardError
+from ..utils import torch_compat
+from ..utils.torch_compat import OpOverload
 from .home import Sliced
 
 

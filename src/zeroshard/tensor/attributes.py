@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...utils import torch_compat
+from ..utils import torch_compat
 
 _OWN = frozenset("_held _home _history _compute _of_parameter _of_gradient _is_param".split())  # attributes of this library
 _OWN |= set(torch_compat.FAKE_DEVICE)  # attributes in which a fake tensor keeps its device

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, SupportsIndex
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ...utils import torch_compat
-from ...utils.torch_compat import OpOverload, tree_map_only
+from ..errors import CheckpointError
+from ..utils import torch_compat
+from ..utils.torch_compat import OpOverload, tree_map_only
 from .chunks import Box, boxes_of
 from .home import Sliced
 

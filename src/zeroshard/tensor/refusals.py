@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ...errors import ShardedAccessError
-from ...utils.torch_compat import wrapped_in_ddp
+from ..errors import ShardedAccessError
+from ..utils.torch_compat import wrapped_in_ddp
 from .home import Home, Sliced
 
 _METHOD = 'In a method of another name than forward: zs.register_forward(module, "encode").'

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .tensor.chunks import Box, boxes_of
+from .chunks import Box, boxes_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...errors import ShardedAccessError
+from ..errors import ShardedAccessError
 from .home import Home, Sliced
 
 

@@ -6,10 +6,10 @@ state dicts, `numel()` and initialisation code work as on one process. Operation
     in-place initialisation   acts on the global tensor: random draws advance the generator as one process does
     elementwise               local, on slices, if all operands are cut alike (whole tensors are sliced)
     any(), all()              combined over ranks (collective)
-    norms                     of the global tensor (collective; engine/tensor/norms.py)
-    max(), sum(), ...         under no_grad: of the gathered tensor (collective; `READS` in engine/tensor/op_classes.py)
+    norms                     of the global tensor (collective; tensor/norms.py)
+    max(), sum(), ...         under no_grad: of the gathered tensor (collective; `READS` in tensor/op_classes.py)
     another, on results       of the gathered results (collective), if all sharded operands are results: scores, masks
-    in a module's forward     computes with the gathered parameter, as on one process (engine/tensor/op_classes.py)
+    in a module's forward     computes with the gathered parameter, as on one process (tensor/op_classes.py)
     any other operation       raises, with the parameter's name and a remedy
 
 `full_tensor()` gathers (collective). A sharded tensor never refers to memory that was released.
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...errors import ShardedAccessError, ShardedWriteError
-from ...utils import torch_compat
-from ...utils.torch_compat import OpOverload, faking, tree_map_only
+from ..errors import ShardedAccessError, ShardedWriteError
+from ..utils import torch_compat
+from ..utils.torch_compat import OpOverload, faking, tree_map_only
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import HasChunks
 from .differentiable import ReadableWhole, read

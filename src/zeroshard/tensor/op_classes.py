@@ -27,7 +27,7 @@ _WRITE = frozenset(
     "__delitem__ __setitem__ backward module_load share_memory".split()
     + [f"__i{name}__" for name in "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor".split()]
 )
-# reductions to one or a few numbers: at rest, a parameter is gathered for them (`_of_whole` in engine/tensor/sharded_tensor.py)
+# reductions to one or a few numbers: at rest, a parameter is gathered for them (`_of_whole` in tensor/sharded_tensor.py)
 READS = frozenset("allclose amax amin argmax argmin count_nonzero equal item max mean median min prod std sum var".split())
 _ALIAS = frozenset(["detach"])  # a write to the result is a write to the parameter
 

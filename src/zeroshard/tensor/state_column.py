@@ -17,7 +17,7 @@ from typing import Protocol, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from ...utils.torch_compat import FakeTensor
+from ..utils.torch_compat import FakeTensor
 
 _MOST_KEPT = 1 << 19  # elements of scratch memory that a thread keeps, more than a chunk has; whole shards get new memory
 _MOST_ELEMENTS = 4096  # of one block: a step on the host works on slabs that begin at multiples of this

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...errors import ShardedAccessError, StatesAway, ZeroshardError
-from ...utils import torch_compat
-from ...utils.autograd import in_backward
+from ..errors import ShardedAccessError, StatesAway, ZeroshardError
+from ..utils import torch_compat
+from ..utils.autograd import in_backward
 from .differentiable import ReadableWhole
 
 # attributes that read elements

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ...errors import ShardedWriteError
+from ..errors import ShardedWriteError
 
 
 class Ranks(Protocol):
