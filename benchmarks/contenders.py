@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.engine.runtime import runtime_of
 from zeroshard.seam import engine_of
 from zeroshard.utils import torch_compat
 
@@ -201,7 +200,7 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
         """Wait until prefetching of the next step's states has ended; `poll` drives it, as forward and backward would."""
         before, deadline = None, time.monotonic() + _QUIET_LIMIT_S
         while time.monotonic() < deadline:
-            runtime_of(model).gate.read_ahead()
+            engine_of(model).read_ahead()
             # the kernel counts when a transfer begins; rchar and wchar count what this reading of the file adds
             now = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith(("read_b", "write_b"))]
             if now == before:
@@ -216,7 +215,7 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
         moved=lambda: dict(zs.report(model).moved),
         quiet=quiet if contender.on_disk else lambda: None,
         keeper=functools.partial(zeroshard_keeper, model, optimizer),
-        close=runtime_of(model).tiers.close,  # nobody needs the values: remove the files without reading them back
+        close=engine_of(model).abandon,  # nobody needs the values: remove the files without reading them back
     )
 
 

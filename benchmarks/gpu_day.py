@@ -313,37 +313,37 @@ def _row(outcome: Outcome, workload: Workload) -> dict[str, Any]:
 
 def codecs(part: Part) -> None:
     """Codecs of messages and of states, each way: torch's operators beside Triton's kernels, whose bytes are the same."""
-    values = torch.randn(1 << (14 if part.dry else 28), device=part.device)
+    numbers = torch.randn(1 << (14 if part.dry else 28), device=part.device)
     for name in CODECS:
-        codec, out = codec_of(name), torch.empty_like(values)
-        packed = torch.empty(codec.packed_nbytes(values.numel()), dtype=torch.uint8, device=part.device)
-        for way, source, to in (("pack", values, packed), ("unpack", packed, out)):
+        codec, out = codec_of(name), torch.empty_like(numbers)
+        packed = torch.empty(codec.packed_nbytes(numbers.numel()), dtype=torch.uint8, device=part.device)
+        for way, source, to in (("pack", numbers, packed), ("unpack", packed, out)):
             call = partial(getattr(codec, way), source, to)
-            part.attempt(f"{name}, {way}", partial(_beside_torch, block_quantization, values, call, to))
+            part.attempt(f"{name}, {way}", partial(_beside_torch, block_quantization, numbers, call, to))
         del out, packed, source, to, call  # of a GiB each
     for name, state in itertools.product(("int8", "fp8", "int4"), ("exp_avg", "exp_avg_sq")):
         column = state_codecs.coded_column(state, StateFormat(name))
-        given = values.square() if state == "exp_avg_sq" else values
+        given = numbers.square() if state == "exp_avg_sq" else numbers
         coded = column.encode(given)
         for way, call in (("encode", partial(column.encode, given)), ("decode", partial(column.decode, coded))):
-            part.attempt(f"{state} in {name}, {way}", partial(_beside_torch, state_codecs, values, call))
+            part.attempt(f"{state} in {name}, {way}", partial(_beside_torch, state_codecs, numbers, call))
 
 
-def _beside_torch(module: Any, values: torch.Tensor, call: Callable[[], Any], out: torch.Tensor | None = None) -> dict[str, Any]:
+def _beside_torch(module: Any, numbers: torch.Tensor, call: Callable[[], Any], out: torch.Tensor | None = None) -> dict[str, Any]:
     """Time a call with torch's operators and with Triton's kernels. out: where its result lies, if it does not return it."""
 
     def result() -> torch.Tensor:
         returned = call()
         return (returned if out is None else out).clone()
 
-    device = values.device.type
+    device = numbers.device.type
     with mock.patch.object(module, "has_triton", lambda device: False):
         plain, plain_s = result(), _seconds(device, call)
-    row: dict[str, Any] = {"numel": values.numel(), "torch_ms": 1e3 * plain_s, "torch_bytes_per_s": values.nbytes / plain_s}
-    if device != "cuda" or not module.has_triton(values.device):
+    row: dict[str, Any] = {"numel": numbers.numel(), "torch_ms": 1e3 * plain_s, "torch_bytes_per_s": numbers.nbytes / plain_s}
+    if device != "cuda" or not module.has_triton(numbers.device):
         return row | {"triton_ms": None, "triton": "skipped: needs Triton, and a GPU of compute capability 8.0 or later"}
     row["same"], seconds = torch.equal(plain, result()), _seconds(device, call)
-    return row | {"triton_ms": 1e3 * seconds, "triton_bytes_per_s": values.nbytes / seconds, "torch / triton": plain_s / seconds}
+    return row | {"triton_ms": 1e3 * seconds, "triton_bytes_per_s": numbers.nbytes / seconds, "torch / triton": plain_s / seconds}
 
 
 def _seconds(device: str, call: Callable[[], object], rounds: int = 5) -> float:

@@ -82,12 +82,12 @@ def peer(kind: str, workload: Workload, mesh: DeviceMesh) -> tuple[nn.Module, St
     optimizer = build_optimizer(module.parameters(), workload)
     stage = PipelineStage(module, index, stages, torch.device(workload.device), group=pp.get_group())
     mean = lambda logits, targets: next_token_loss(logits, targets) / count  # noqa: E731
-    schedule = Schedule1F1B(stage, count, loss_fn=mean, scale_grads=False)
+    pipeline = Schedule1F1B(stage, count, loss_fn=mean, scale_grads=False)
     last, is_last = dist.get_global_rank(pp.get_group(), stages - 1), index == stages - 1
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        schedule.step(*([] if index else [tokens]), target=targets if is_last else None, losses=losses, return_outputs=False)
+        pipeline.step(*([] if index else [tokens]), target=targets if is_last else None, losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
         loss = torch.stack([each.detach() for each in losses]).sum() if is_last else torch.zeros(())

@@ -61,11 +61,11 @@ class Recoded(torch.optim.AdamW):
         loss = super().step(closure)
         for param in self.coded:
             for name in ("exp_avg", "exp_avg_sq"):
-                values: Tensor = self.state[param][name]
+                coded: Tensor = self.state[param][name]
                 known: Any = coded_column(name, zs.StateFormat(self.form)).codec
-                codec = FloatCodec(self.block or values.numel(), known.exponent, known.mantissa, known.squares)
-                flat = F.pad(values.view(-1), (0, -values.numel() % codec.block))
-                values.copy_(codec.decode(codec.encode(flat))[: values.numel()].view_as(values))
+                codec = FloatCodec(self.block or coded.numel(), known.exponent, known.mantissa, known.squares)
+                flat = F.pad(coded.view(-1), (0, -coded.numel() % codec.block))
+                coded.copy_(codec.decode(codec.encode(flat))[: coded.numel()].view_as(coded))
         return loss
 
 

@@ -31,7 +31,7 @@ SATELLITES = (
 GROUND, RING_0 = ("errors", "utils", "config", "tensor"), ("engine",)
 RING_1 = ("tiers", "guard", "axes", "packing", "values", "state", "formats", "diagnostics", "reports")
 # the names by which the code knows objects of the engine; a field that is read of one in a satellite is a place. What is read of
-# a mapping is none: groups of an optimizer are dictionaries
+# a mapping or a string is none: groups of an optimizer are dictionaries
 OBJECTS = frozenset(
     "runtime core unit group topology tiers home masters gate schedule attendance values gradients reductions".split()
 )
@@ -130,18 +130,21 @@ def within(module: str, room: str) -> bool:
 def knows(satellite: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]], int]:
     """Return what a satellite knows of the inside: names of the engine, names inside of services, and the number of places.
 
-    A place reads a field of an engine's object. What a service's package itself shows (its `__init__`) is no inside.
+    A place reads a field of an engine's object. What a package itself shows (its `__init__`) is no inside.
     """
     names: set[tuple[str, str]] = set()
     places = 0
     for module in (each for each in modules() if within(each, satellite)):
         names |= imported(module)
         places += sum(
-            isinstance(node, ast.Attribute) and owner_of(node) in OBJECTS and not hasattr(dict, node.attr)
+            isinstance(node, ast.Attribute)
+            and owner_of(node) in OBJECTS
+            and not hasattr(dict, node.attr)
+            and not hasattr(str, node.attr)
             for node in ast.walk(modules()[module][1])
         )
     services = {(other, name) for other, name in names if ring_of(other) == 1 and not shown_by(other)}
-    return {(other, name) for other, name in names if ring_of(other) == 0}, services, places
+    return {(other, name) for other, name in names if ring_of(other) == 0 and not shown_by(other)}, services, places
 
 
 def shown_by(module: str) -> bool:

@@ -14,10 +14,9 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
-from zeroshard.engine.runtime import runtime_of
 from zeroshard.planner.models import GPT
 from zeroshard.planner.models.gpt import GPTConfig
-from zeroshard.seam import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
+from zeroshard.seam import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING, engine_of
 from zeroshard.testing import imagined_mesh
 from zeroshard.utils.torch_compat import FakeTensorMode
 
@@ -62,7 +61,7 @@ def count(
         comm = FakeComm(0, ranks, node_size=node_size)
         model, sharded = zs.shard(model, optimizer, comm=comm, units=units, **PAPERS | options)
         assert sharded is not None
-        ledger = runtime_of(model).tiers.ledger
+        ledger = engine_of(model).ledger
         output = model(torch.zeros(1, columns, dtype=torch.bfloat16 if options.get("precision") == "bf16" else torch.float16))
         forward = sum(each.between for each in ledger.traffic.values())
         output.sum().backward()

@@ -5,7 +5,7 @@ engine = engine_of(model)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +26,7 @@ from .engine.comm.pool import StagingPool
 from .engine.comm.streams import streams_for
 from .engine.comm.sums import GPU_CHUNK_NUMEL, RECEIVED_NBYTES
 from .engine.flat_layout import ALIGNMENT, round_up
+from .engine.inner_optimizer import Options, State, inner_copy
 from .engine.ledger import (
     AVERAGES,
     GATHERED,
@@ -45,11 +46,14 @@ from .engine.ledger import (
     making,
 )
 from .engine.mixed_precision import Progress
+from .engine.parameter import ParamSpec
 from .engine.prefetch import most_gathered
 from .engine.rest import Links, Rest
 from .engine.runtime import Runtime, runtime_of
+from .engine.saved_parameters import SavedParameters
 from .engine.sizes import BUFFERS, Group, rests_away
 from .engine.topology import Parts, Topology, needed
+from .engine.user_hooks import ONE_OPTIMIZER, other_optimizers
 from .errors import ConfigError
 from .guard import telling
 from .guard.uneven import Batch, Together, joining
@@ -73,7 +77,7 @@ from .values.averages import Averages
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
-    "Engine", "NamedPart", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "abort_peers", "ally", "engine_of", "find_engine", "info_of", "loaded", "memory_of",
+    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "abort_peers", "ally", "engine_of", "find_engine", "info_of", "loaded", "memory_of",
     # what bytes are held for, and who is told of them
     "AVERAGES", "GATHERED", "GRADIENTS", "MASTERS", "OF_ACTIVATIONS", "OPTIMIZER", "PARAMETERS", "PARTIAL", "RESIDUALS",
     "SECONDARY", "STAGING", "Ledger", "Observer", "Traffic", "listener", "making",
@@ -85,7 +89,9 @@ __all__ = [  # noqa: RUF022  # by subject
     # memory of constant size, and copies between tiers
     "BufferPool", "Links", "Rehearsal", "StagingPool",
     # tensors of which a rank holds a slice, and parts of larger ones
-    "Box", "Part", "ReplicatedParameter", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap",
+    "Box", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap",
+    # optimizers
+    "ONE_OPTIMIZER", "Options", "State", "inner_copy", "other_optimizers",
     # how a model is laid out, for formulas
     "ALIGNMENT", "BUFFERS", "GPU_CHUNK_NUMEL", "Group", "LARGE_FRACTION", "RECEIVED_NBYTES", "ROOT", "collect", "find_blocks",
     "most_gathered", "partition", "rests_away", "round_up",
@@ -169,6 +175,11 @@ class Engine:
         return self._runtime.topology.divided is not None
 
     @property
+    def ledger(self) -> Ledger:
+        """The record of the bytes that this rank holds, sends and moves."""
+        return self._runtime.tiers.ledger
+
+    @property
     def separate(self) -> bool:
         """True if the device has memory of its own, so that host and device are two tiers."""
         return self._runtime.tiers.separate
@@ -213,10 +224,6 @@ class Engine:
         Raise ConfigError if the model's optimizer was made since zs.shard and is refused.
         """
         return snapshot_of(self._runtime)
-
-    def sent_by_axis(self) -> Mapping[str, int]:
-        """Return the bytes that this rank has sent so far, by axis of the mesh."""
-        return self._runtime.tiers.ledger.sent_by_axis()
 
     def computed_parameters(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return each sharded parameter with the tensor that stands in its place while it is gathered."""
@@ -350,7 +357,15 @@ class Engine:
 
     def staging_pool(self, nbytes: int) -> BufferPool:
         """Return a pool, still empty, of host buffers of so many bytes each, counted in this model's ledger."""
-        return BufferPool(self._runtime.tiers.ledger, 0, nbytes, self._runtime.tiers.host_buffer, Tier.HOST)
+        return BufferPool(self.ledger, 0, nbytes, self._runtime.tiers.host_buffer, Tier.HOST)
+
+    def read_ahead(self) -> None:
+        """Go on to read the next step's states from disk, as forwards and backwards do."""
+        self._runtime.gate.read_ahead()
+
+    def abandon(self) -> None:
+        """Remove this run's files and buffers without reading anything back: the model can not be used any more."""
+        self._runtime.tiers.close()
 
     def beside_comm(self) -> AbstractContextManager[None]:
         """Context in which a second thread, or code that may not communicate, reads tiers: failures are raised in it alone."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 import weakref
@@ -28,9 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..engine import saved_parameters
 from ..errors import OffloadIOError, SwapError, ZeroshardError
-from ..seam import DirectComm, Ledger, abort_peers, memory_of
+from ..seam import DirectComm, Ledger, SavedParameters, abort_peers, memory_of
 from ..utils import saved_tensors, torch_compat
 from ..utils.one_thread import one_thread
 from ..utils.saved_tensors import Outer, Saved
@@ -266,7 +266,7 @@ class InputHooks:
         `CheckpointFunction.apply`, called there. Tensors saved inside a checkpoint do not reach these hooks: non-reentrant
         checkpoints have hooks of their own, reentrant ones save nothing.
         """
-        passing = (torch.autograd.function.__file__, __file__, saved_parameters.__file__, saved_tensors.__file__)
+        passing = (torch.autograd.function.__file__, __file__, inspect.getfile(SavedParameters), saved_tensors.__file__)
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code.co_filename in passing:
             frame = frame.f_back

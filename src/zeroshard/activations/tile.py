@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from ..axes import Tiled
 from ..config import Config
-from ..engine.parameter import ParamHome
 from ..errors import ConfigError, ZeroshardError
-from ..seam import Part, ShardedParameter, ShardedTensor, collect, partition
+from ..seam import Part, ShardedParameter, ShardedTensor, collect, info_of, partition
 from ..tensor.attributes import attributes_of
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
@@ -145,8 +144,8 @@ def _check_arguments(
         raise ZeroshardError("this optimizer is sharded already: zs.tile() comes before zs.shard().")
 
 
-def _is_sharded(param: object) -> bool:
-    return isinstance(getattr(param, "_home", None), ParamHome)
+def _is_sharded(param: Tensor) -> bool:
+    return info_of(param) is not None
 
 
 # -- the plan --------------------------------------------------------------------------------------------------
@@ -262,11 +261,11 @@ def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budge
         largest = {weight: cut.largest_nbytes(dtype) for cut in cuts for weight in cut.weights.values()}
         biases = {_bias(holder.module) for cut in cuts for holder in cut.holders}
         root, other = 0, 0
-        for unit in units:
-            params = [spec.original for spec in unit.specs]
+        for draft in units:
+            params = [spec.original for spec in draft.specs]
             nbytes = sum(_nbytes(p, dtype) for p in params if p not in largest and p not in biases)
             tiles = max((largest[p] for p in params if p in largest), default=0)
-            if model in unit.modules:
+            if model in draft.modules:
                 root, other = root + nbytes, max(other, tiles)
             else:
                 other = max(other, nbytes + tiles)
@@ -367,9 +366,9 @@ def _part_of(param: nn.Parameter, part: Part) -> nn.Parameter:
     """
     if isinstance(param, ShardedTensor):
         whole = param.data[part.start : part.stop].full_tensor()  # type: ignore[attr-defined]  # a ShardedTensor's
-        home = BirthHome(param._home.comm, f"{param._home.name}[{part.start}:{part.stop}]", whole.numel())
-        local = whole.reshape(-1)[home.start : home.stop].clone()
-        born = ShardedParameter(local, tuple(whole.shape), home, param.requires_grad)
+        birth = BirthHome(param._home.comm, f"{param._home.name}[{part.start}:{part.stop}]", whole.numel())
+        local = whole.reshape(-1)[birth.start : birth.stop].clone()
+        born = ShardedParameter(local, tuple(whole.shape), birth, param.requires_grad)
         born.__dict__.update(attributes_of(param))
         return born  # type: ignore[return-value]
     fresh = nn.Parameter(part.of(param.data).contiguous(), requires_grad=param.requires_grad)

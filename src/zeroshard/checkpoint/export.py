@@ -346,9 +346,9 @@ class _Exporting:
         stop, most = first + out.numel(), max(_CHUNK_NUMEL // columns, 1)
         for row in range(first // columns, -(-stop // columns), most):
             begin, end = row * columns, min(row + most, shape[0], -(-stop // columns)) * columns
-            values = torch.empty(end - begin, dtype=torch.float32, device="cpu")
-            self.sources[name].read(begin, values)
-            codes, scale = self.quantization.form.quantize(values.view(-1, columns), dtype)
+            given = torch.empty(end - begin, dtype=torch.float32, device="cpu")
+            self.sources[name].read(begin, given)
+            codes, scale = self.quantization.form.quantize(given.view(-1, columns), dtype)
             if not scale.isfinite().all():
                 which = row + int(scale.isfinite().logical_not().nonzero()[0, 0])
                 raise CheckpointError(

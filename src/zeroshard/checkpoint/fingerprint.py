@@ -65,11 +65,11 @@ def identities(parameters: Iterable[StateSlice]) -> dict[str, Identity]:
         exact = rounded = half = 0
         for first in range(each.start, each.stop, _CHUNK_NUMEL):
             last = min(first + _CHUNK_NUMEL, each.stop)
-            values = each.host(first - each.start, last - each.start)
+            given = each.host(first - each.start, last - each.start)
             places = _places(first, last, part).mul_(_SPREAD)  # overflows modulo 2^64
-            exact += _sum(values, places)
-            rounded += _sum(values.to(torch.bfloat16), places)
-            half += _sum(values.to(torch.float16), places)
+            exact += _sum(given, places)
+            rounded += _sum(given.to(torch.bfloat16), places)
+            half += _sum(given.to(torch.float16), places)
         found[name] = Identity(str(each.dtype), list(shape), *(f"{total % 2**64:016x}" for total in (exact, rounded, half)))
     return found
 
@@ -87,8 +87,8 @@ def _places(first: int, last: int, part: Part | None) -> Tensor:
     return places
 
 
-def _sum(values: Tensor, places: Tensor) -> int:
-    bits = values.contiguous().view(_BITS[values.itemsize]).long()
+def _sum(given: Tensor, places: Tensor) -> int:
+    bits = given.contiguous().view(_BITS[given.itemsize]).long()
     mixed = (bits + 1) * _POSITION + places  # int64 arithmetic wraps modulo 2^64
     mixed ^= mixed >> 29
     mixed *= _MIX

@@ -80,9 +80,9 @@ class Buffer:
         at.read(0, value.view(-1))
         return not torch.equal(distinct(value, self.tensor).expand_as(value), value)
 
-    def put(self, values: Tensor) -> None:
-        """Set the buffer to `values` (n,)."""
-        distinct(self.tensor, self.tensor).copy_(distinct(values.view(self.tensor.shape), self.tensor))
+    def put(self, given: Tensor) -> None:
+        """Set the buffer to `given` (n,)."""
+        distinct(self.tensor, self.tensor).copy_(distinct(given.view(self.tensor.shape), self.tensor))
 
 
 def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:

@@ -172,8 +172,8 @@ def _step(rank: int) -> None:
 
 def _gloo() -> None:
     """Make a gloo group of one rank with a store of its own: it opens the network device, as groups of several ranks do."""
-    group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))  # has a name: it must outlive `wait`
-    group.allreduce([torch.ones(1)]).wait()
+    made: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))  # has a name: it must outlive `wait`
+    made.allreduce([torch.ones(1)]).wait()
 
 
 def _gpu(index: int) -> Gpu:

@@ -25,9 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..diagnostics import JudgingDesk, ProcessDesk
-from ..engine.comm.base import DirectComm
-from ..engine.comm.failure import failure_of, last_words, note_exits
-from ..engine.comm.process_group import DistComm, backend_for
+from ..engine.comm import DirectComm, DistComm, backend_for, failure_of, last_words, note_exits
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
 from ..utils.host import host_identity, node_identity
@@ -104,7 +102,7 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
         return _solo(device, stall_timeout_s)
     if is_imagined():
         return FakeComm(dist.get_rank(), dist.get_world_size(), device)  # not kept: it holds no connection
-    world: Any = dist.group.WORLD
+    world: Any = dist.GroupMember.WORLD
     key = (id(world), choice, device)
     if key not in _by_group:
         _by_group[key] = _known(_connect(choice, device, stall_timeout_s), world)
@@ -133,26 +131,26 @@ def is_imagined() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def _of_group(group: object, device: torch.device, stall_timeout_s: float, option: str) -> DirectComm:
-    """Return the Comm of a process group's or mesh's ranks, each of which calls this (collective)."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            axis = (group.mesh_dim_names or ("dp",))[-1]
+def _of_group(given: object, device: torch.device, stall_timeout_s: float, option: str) -> DirectComm:
+    """Return the Comm of a process given's or mesh's ranks, each of which calls this (collective)."""
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            axis = (given.mesh_dim_names or ("dp",))[-1]
             raise ConfigError(
-                f"{option}: expected a 1-D DeviceMesh, got one of shape {tuple(group.shape)}. Pass one axis, e.g. mesh[{axis!r}]."
+                f"{option}: expected a 1-D DeviceMesh, got one of shape {tuple(given.shape)}. Pass one axis, e.g. mesh[{axis!r}]."
             )
-        group = group.get_group()
+        given = given.get_group()
     if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError(f"{option}: the process group has not been started: call torch.distributed.init_process_group() first.")
-    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(f"{option}: the process given has not been started: call torch.distributed.init_process_group() first.")
+    if not isinstance(given, dist.ProcessGroup):
         raise ConfigError(
-            f"{option}: expected a DeviceMesh, a process group, a Comm or None, got {type(group).__name__}. Each rank passes a group "
-            "that it is a member of: new_group() returns no process group to the other ranks."
+            f"{option}: expected a DeviceMesh, a process given, a Comm or None, got {type(given).__name__}. Each rank passes a given "
+            "that it is a member of: new_group() returns no process given to the other ranks."
         )
     if is_imagined():
         world = FakeComm(dist.get_rank(), dist.get_world_size(), device)
-        return world.subgroup([dist.get_process_group_ranks(group)])
-    return _known(DistComm(group, device, stall_timeout_s, desk=JudgingDesk()), group)
+        return world.subgroup([dist.get_process_group_ranks(given)])
+    return _known(DistComm(given, device, stall_timeout_s, desk=JudgingDesk()), given)
 
 
 def _solo(device: torch.device, stall_timeout_s: float) -> DirectComm:

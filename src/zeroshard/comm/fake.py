@@ -15,11 +15,19 @@ import torch
 from torch import Tensor
 
 from ..config import Tier
-from ..engine.comm.base import Collective, Combine, DirectComm, Region
-from ..engine.comm.control import Sent
-from ..engine.comm.process_group import collectives_of
-from ..engine.comm.streams import Streams, T
-from ..engine.comm.sums import GPU_CHUNK_NUMEL, piece_numel, sum_dtype
+from ..engine.comm import (
+    GPU_CHUNK_NUMEL,
+    Collective,
+    Combine,
+    DirectComm,
+    Region,
+    Sent,
+    Streams,
+    T,
+    collectives_of,
+    piece_numel,
+    sum_dtype,
+)
 
 Ticket = tuple[int, ...]  # numbers of tasks in a trace
 

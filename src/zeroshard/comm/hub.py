@@ -14,11 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 
 from ..diagnostics import ThreadDesk, describe, places_of
-from ..engine.comm.base import Collective, DirectComm, Outcome
-from ..engine.comm.control import HopQueue, Missing, mismatch, misuse
-from ..engine.comm.desk import Desk
-from ..engine.comm.failure import GONE, Failure
-from ..engine.comm.progress import Progress
+from ..engine.comm import GONE, Collective, Desk, DirectComm, Failure, HopQueue, Missing, Outcome, Progress, mismatch, misuse
 from ..errors import LEFT, StallError
 from ..utils.one_thread import Turn
 from .transport import ThreadTransport, Transport

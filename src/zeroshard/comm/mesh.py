@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..config import read_layout
-from ..engine.comm.base import Comm, DirectComm
-from ..engine.topology import Parts
+from ..engine import Parts
+from ..engine.comm import Comm, DirectComm
 from ..errors import ConfigError
 from ..tensor.part import Distribution
 from ..utils.axes import AXES, DP, EP, MODEL_AXES, SP, cuts_model, other_model_axes, planned_otherwise, role
@@ -237,7 +237,7 @@ def _split(mesh: DeviceMesh | NamedRanks, given: backend_select.Choice | None = 
         parts = (torch.arange(size(data)) if model else by_place).reshape(-1, size(shards)).tolist()
     if whole := [dim for dim in model if rows[dim].cuts_parameters == "whole"]:
         others = [dim for dim in range(mesh.ndim) if dim not in whole]
-        stages = ranks.permute(*whole, *others).reshape(size(whole), -1).sort(dim=1).values.tolist()
+        stages = torch.sort(ranks.permute(*whole, *others).reshape(size(whole), -1), dim=1)[0].tolist()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     copies = frozenset(names[dim] for dim in model if dim not in whole and coordinate[dim] > 0)
@@ -282,11 +282,11 @@ class PlannedLayout:
             raise ConfigError(planned_otherwise(path, plan, {DP: plan["mesh"][DP], **axes}))
         return cls(path, plan, axes, comm is None)
 
-    def compare(self, group: Comm, world: Comm) -> None:
+    def compare(self, data: Comm, world: Comm) -> None:
         """Print a note on rank 0 if the layout was made for another number or mesh of ranks."""
         node_size = world.nodes.count(world.nodes[0]) if self.all else None
         text = planned_otherwise(
-            self.path, self.plan, {**self.axes, DP: group.world_size // self.axes[EP] // self.axes[SP]}, node_size
+            self.path, self.plan, {**self.axes, DP: data.world_size // self.axes[EP] // self.axes[SP]}, node_size
         )
         if text and world.rank == 0:
             print(f"zeroshard: {text}", file=sys.stderr)

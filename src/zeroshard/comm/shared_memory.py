@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..engine.comm.base import Collective, Combine, Outcome, Region, parts_of
-from ..engine.comm.control import Sent
-from ..engine.comm.streams import streams_for
-from ..engine.ledger import making
+from ..engine import making
+from ..engine.comm import Collective, Combine, Outcome, Region, Sent, parts_of, streams_for
 from .hub import Hub
 from .transport import Transport
 
@@ -56,12 +54,12 @@ class SharedComm(Hub):
         self._mail: tuple[list[Tensor], Collective] | None = None
 
     def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> SharedComm:
-        group = super().subgroup(parts)
-        group._serial, group._mail = 0, None
-        group.members = tuple(map(self.numbers.index, group.ranks))
+        made = super().subgroup(parts)
+        made._serial, made._mail = 0, None
+        made.members = tuple(map(self.numbers.index, made.ranks))
         if apart:  # else its shards are written at the same times as those of this group
-            group.fence = self._fences.setdefault(group.members, Fence(group.members))
-        return group
+            made.fence = self._fences.setdefault(made.members, Fence(made.members))
+        return made
 
     # -- memory ----------------------------------------------------------------------------------------------
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from ..config import Config, Placement
-from ..engine.comm.base import Comm, DirectComm
-from ..engine.ledger import Ledger
-from ..engine.topology import Errors, Parts, Topology
+from ..engine import Errors, Ledger, Parts, Topology
+from ..engine.comm import Comm, DirectComm
 from ..errors import ConfigError
 from ..packing import BackendSums, CompressedGathers, CompressedReductions, HierarchicalComm, LowRankReductions, ReplicatedComm
 from ..packing.codecs import packing

@@ -29,9 +29,7 @@ from errno import errorcode
 import torch
 from torch import Tensor
 
-from ..engine.comm.failure import GONE
-from ..engine.comm.messages import decode, encode
-from ..engine.comm.progress import Progress
+from ..engine.comm import GONE, Progress, decode, encode
 from ..errors import MalformedMessage, ZeroshardError, io_remedy
 from .rendezvous import Address, Door
 

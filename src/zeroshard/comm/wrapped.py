@@ -7,8 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from ..engine.comm.base import DirectComm
-from ..engine.comm.control import Group
+from ..engine.comm import DirectComm, Group
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Wrapped = TypeVar("Wrapped", bound="WrappedComm")

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.inner_optimizer import Options, State
 from ..errors import ConfigError
+from ..seam import Options, State
 from ..tiers import Kernel, register
 
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..engine.inner_optimizer import State, inner_copy
+from ..seam import State, inner_copy
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils.torch_compat import DYNAMO, FakeTensor, TorchDispatchMode, disable_current_modes
 

@@ -8,9 +8,8 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from ..engine.parameter import ParamSpec
-from ..engine.user_hooks import ONE_OPTIMIZER, other_optimizers
 from ..errors import ConfigError
+from ..seam import ONE_OPTIMIZER, ParamSpec, other_optimizers
 from ..utils.torch_compat import post_accumulate_hooks
 from .lion import Lion
 from .step_probe import KEEPS_GRADIENTS, Sends, departure, sends

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.parameter import ParamSpec
 from ..errors import ConfigError
+from ..seam import ParamSpec
 from ..tensor.part import part_of
 
 Where = Callable[[Tensor, Mapping[str, Any]], bool]

@@ -30,7 +30,7 @@ from ..activations import router_loss
 from ..comm.backend_select import is_imagined
 from ..comm.shared_memory import SharedComm
 from ..diagnostics import judge
-from ..engine.comm.process_group import DistComm
+from ..engine.comm import DistComm
 from ..errors import ConfigError, did_you_mean
 from ..seam import ally, engine_of
 from ..utils import torch_compat
@@ -331,9 +331,9 @@ class Pipeline:
                     f"the same call; shapes of the inputs by rank: {shapes}."
                 )
             self._built[key] = self._build(training, inputs, kwargs)
-        schedule = self._built[key]
+        built = self._built[key]
         found: list[Tensor] = []
-        run = schedule.step if training else schedule.eval
+        run = built.step if training else built.eval
         if training:
             self.tied.set_aside()  # the sum over copies must not add gradients of earlier steps twice
         # torch's schedule takes inputs at the first stage, targets at the last

@@ -93,6 +93,6 @@ class Traffic:
     def _totals(self) -> dict[str, float]:
         sent = {} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}
         for engine in self.engines:
-            for axis, nbytes in engine.sent_by_axis().items():
+            for axis, nbytes in engine.ledger.sent_by_axis().items():
                 sent[axis] = sent.get(axis, 0.0) + nbytes
         return sent

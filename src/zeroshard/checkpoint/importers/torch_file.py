@@ -54,9 +54,9 @@ class StridedTensor(Stored):
 
     def fill(self, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to the dtype of `out`."""
-        values = torch.empty(self.extent.shape, dtype=self.dtype, device="cpu")
-        self.extent.read(0, values)
-        out.copy_(values.as_strided(self.shape, self.strides).reshape(-1)[start : start + out.numel()])
+        whole = torch.empty(self.extent.shape, dtype=self.dtype, device="cpu")
+        self.extent.read(0, whole)
+        out.copy_(whole.as_strided(self.shape, self.strides).reshape(-1)[start : start + out.numel()])
 
 
 @dataclass(frozen=True)

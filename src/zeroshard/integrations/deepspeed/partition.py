@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ...comm import backend_select
 from ...config import Tier
-from ...engine.comm.process_group import talking_device
+from ...engine.comm import talking_device
 from ...seam import ParameterInfo, ReplicatedParameter, ShardedParameter, engine_of, info_of
 from ...tensor.attributes import whole_now
 from ...values import BirthHome, Gathering, cut_module, cut_whole, home_of, init, is_born, is_gathered, refuse, whole_births

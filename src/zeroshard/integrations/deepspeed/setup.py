@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ...comm import backend_select
-from ...engine.comm.process_group import talking_device
+from ...engine.comm import talking_device
 from ...public import close, shard
 from ...seam import Comm, engine_of, exchange_values
 from ...utils.axes import DP, EP, TP
