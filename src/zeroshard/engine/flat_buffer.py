@@ -60,7 +60,7 @@ class ParameterBuffer:
             self.region, self.full = common, common.tensor
         elif self.sharded:
             self.region = None if away else comm.allocate(layout.shard_numel, dtype, whole=False)
-            self.full = claimed(torch.empty(layout.numel, dtype=dtype, device=comm.device))  # in the ledger while gathered
+            self.full = claimed(torch.empty(layout.numel, dtype=dtype, device=comm.device))  # a ledger counts it if gathered
             self.full.untyped_storage().resize_(0)  # released until the first gather; the tensor object stays
         else:
             self.region = comm.allocate(layout.numel, dtype, whole=True)

@@ -173,7 +173,7 @@ class OptimizerCore:
                 "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
                 "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
             )
-        mean = weight / self.comm.world_size if weight else 1.0  # gradients are sum(weight * g) / ranks so far
+        mean = weight / self.comm.world_size if weight else 1.0  # gradients are sum(weight * g) / ranks, if Topology.summed is 1
         return (math.sqrt(total) if total >= 0 else math.nan) / mean, scale * mean
 
     def clip(self, max_norm: float | None) -> float:

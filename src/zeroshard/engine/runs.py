@@ -31,7 +31,7 @@ _MARK = (1,) * 7  # leading dimensions by which `Run.mark` marks a state that is
 class Run:
     """Elements [start, stop) of the buffer that the optimizer steps for `group`: the parameters `indices`, in layout order.
 
-    whole: the run is one parameter that is stepped as a whole (optim/whole_matrix.py). states: the run's optimizer states.
+    whole: the run is one parameter that is stepped as a whole (values/whole_step.py). states: the run's optimizer states.
     tensor: the leaf that the inner optimizer steps (a view of values or masters); None if it is stepped slab by slab: by the
     host, where states are offloaded, or by the device, where states or masters rest in another form.
     """

@@ -248,7 +248,7 @@ class Runtime:
                 if torch.is_grad_enabled() and not (self.forwards or self.in_backward):
                     self.frozen.follow()
                 self._open(unit, backward=unit.in_backward)
-            unit.entries.expose()
+            unit.entries.expose()  # DTensors over the gathered shards, where parameters were DTensors
             unit.forward = UnitForward(next_node())
             if gathers and unit.memories:
                 self.saved.push(unit)
@@ -271,7 +271,7 @@ class Runtime:
             return output
         if output is not None:
             unit.check_unwritten()
-            self.prefetcher.staged(self.in_training())
+            self.prefetcher.staged(self.in_training())  # starts the next unit's gather, on ordered communicators
             output = self._watch(unit, output, forward.first_node)
             if self.in_backward and unit.sharded and torch.is_grad_enabled() and not unit.piece:
                 unit.in_backward = True  # recomputed: its backward follows at once (not a tile's: other tiles come first)

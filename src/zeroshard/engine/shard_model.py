@@ -100,7 +100,7 @@ class Inventory:
         for unit in self.units:
             buckets: dict[tuple, list[ParamSpec]] = {}
             for spec in unit.specs:
-                packs = topology.of(spec.axes).packs(spec.name, len(spec.shape))
+                packs = topology.of(spec.axes).packs(spec.name, len(spec.shape))  # whether (values, gradients) may be packed
                 states = self.states.get(id(spec.original), StatePlan())
                 key = (packs, spec in whole, spec.dtype, spec.requires_grad, spec.axes, states if states.coded else None)
                 buckets.setdefault(key, []).append(spec)

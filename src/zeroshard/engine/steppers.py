@@ -4,7 +4,7 @@ runs with a tensor on the device                                 the core itself
 runs that rest on the device in another form than is stepped     SlabStep        tiers/slab_step.py
 runs whose states rest on the host or on disk                    HostStep        tiers/host_step.py
 the same in a thread, beside the next forward and backward       DelayedUpdate   tiers/host_step.py
-parameters that are stepped as a whole                           WholeStep       optim/whole_matrix.py
+parameters that are stepped as a whole                           WholeStep       values/whole_step.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Units: each holds parameters that are gathered and reduced together.
 
-A unit is usually one block of the model. Its parameters of one (dtype, requires_grad) form a `ParamGroup` with one
-flat parameter buffer and one flat gradient buffer. The memory of a sharded unit goes through phases:
+A unit is usually one block of the model. Parameters of it that are alike (in dtype, requires_grad and four more properties: see
+`Inventory.lay_out`) form a `ParamGroup`, with one flat buffer of values and one of gradients. A sharded unit's memory has phases:
 
     SHARDED -> [FETCHING ->] GATHERING -> READY -> SHARDED     an illegal step raises with both phases and the unit's name
     SHARDED (replicated units: READY) -> AWAY -> back          while zs.offload_states has moved the parameters
@@ -67,7 +67,7 @@ _ALLOWED = {
 
 
 class ParamGroup:
-    """The parameters of a unit that share dtype and requires_grad: one flat buffer each for values and gradients.
+    """Parameters of a unit that are alike (`Inventory.lay_out` says in what): one flat buffer of values, one of gradients.
 
     topology: the ranks over which it is sharded and reduced; for experts that a data-parallel axis cuts, `Topology.divided`.
     params: parameters that the user sees, sharded or ordinary. compute: the compute parameters, which autograd sees.

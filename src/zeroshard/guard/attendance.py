@@ -1,4 +1,4 @@
-"""Attendance: which ranks still have data. A rank whose data has ended joins each collective of the others (data/uneven.py).
+"""Attendance: which ranks still have data. A rank whose data has ended joins each collective of the others (uneven.py).
 
     end of backward    every rank sends a header ahead of its masks: whether its data has ended, how often it has called backward
                        and zero_grad, and a digest of its calls that every rank must make

@@ -1,4 +1,4 @@
-"""The axes that a mesh may have: the table AXES, of which each rule about axes reads a column. A new axis is a row.
+"""The axes that a mesh may have: the table AXES, of which each rule about axes reads a column. A new axis begins with a row.
 The last two functions check whether a layout's file was planned for the ranks of the run that reads it.
 
 Names of axes are written here, in zs.parallelize (parallel/), and in the command line.

@@ -11,9 +11,9 @@ world_size slices: of parameters, rank r keeps slice r up to date; of gradients,
 Two ranks with the whole tensors [1 2 3 | 4 5 6] and [10 20 30 | 40 50 60]: rank 0 collects [1 2 3] and [10 20 30]. Reduced with
 scale 1/2, rank 0 has [5.5 11 16.5] and rank 1 [22 27.5 33]; a gather of these gives [5.5 11 16.5 22 27.5 33] to both.
 
-Reductions sum in fp32 in rank order, in whatever dtype values were sent: the result does not depend on timing or backend. Comms
-that call other Comms (comm/mesh: two hops, replicas, compression) have these collectives; a `DirectComm`, which sends to its ranks
-itself, also has their control messages (`Control`).
+Reductions sum in fp32 in rank order, in whatever dtype values were sent: the result does not depend on timing or backend (but for
+packing/backend_sums.py, where the backend adds). Comms that call other Comms (packing/: two hops, replicas, compression) have these
+collectives; a `DirectComm`, which sends to its ranks itself, also has their control messages (`Control`).
 """
 
 from __future__ import annotations
