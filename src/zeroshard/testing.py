@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .comm import backend_select
 from .comm.shared_memory import SharedComm
 from .comm.transport import ThreadTransport, ThreadWorld
-from .engine.comm.failure import failure_of
+from .diagnostics import failure_of
 from .errors import ConfigError, PeerFailed
 from .utils import torch_compat
 from .utils.torch_compat import PlanMode, give_threads_their_own_parametrizations

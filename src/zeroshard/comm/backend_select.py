@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..diagnostics import JudgingDesk, ProcessDesk
-from ..engine.comm import DirectComm, DistComm, backend_for, failure_of, last_words, note_exits
+from ..diagnostics import JudgingDesk, ProcessDesk, failure_of, last_words, note_exits
+from ..engine.comm import DirectComm, DistComm, backend_for
 from ..errors import ConfigError, did_you_mean
 from ..utils import torch_compat
 from ..utils.host import host_identity, node_identity

@@ -31,11 +31,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..engine.comm.desk import Answers, Desk
-from ..engine.comm.failure import GONE, Failure, how_it_ended
+from ..engine.comm.failure import GONE, Failure
 from ..engine.comm.messages import decode, encode, exchange_values
 from ..engine.comm.progress import Progress, Report
 from ..errors import MalformedMessage
 from ..utils.host import host_identity, node_identity, ranks_here
+from .endings import how_it_ended
 from .verdict import judge
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from .base import Collective, Combine, Comm, DirectComm, Outcome, Region, parts_of
 from .control import Group, HopQueue, Missing, Sent, mismatch, misuse
 from .desk import Desk
-from .failure import GONE, Failure, failure_of, last_words, note_exits
+from .failure import GONE, Failure
 from .messages import decode, encode
 from .process_group import DistComm, backend_for, collectives_of, talking_device
 from .progress import Progress
@@ -33,11 +33,8 @@ __all__ = [
     "collectives_of",
     "decode",
     "encode",
-    "failure_of",
-    "last_words",
     "mismatch",
     "misuse",
-    "note_exits",
     "parts_of",
     "piece_numel",
     "streams_for",
