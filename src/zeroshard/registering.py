@@ -18,7 +18,7 @@ def register(
     name: str, *, codec: Codec | None = None, rest: type[Rest] | None = None, comm: type[WrappedComm] | None = None
 ) -> Registered:
     """Give a codec, a resting place or a communicator a name, by which options of this process then know it, until `remove()` of
-    what is returned. Every rank registers the same, before zs.shard.
+    what is returned. Every rank registers the same, before zs.shard; ranks that are threads of one process, once.
 
     codec: sends gradients or parameters: zero_quantized_gradients=name, zero_quantized_weights=name, zs.Compression(name, ...).
     rest: holds optimizer states and masters: offload_optimizer=name, zs.Offload(name, ...). The ledger and the check of the host's
@@ -33,9 +33,10 @@ def register(
     if codec is not None:
         if not isinstance(codec, Codec):
             raise ConfigError(f"register: codec: expected an object of a subclass of zeroshard.seam.Codec, got {codec!r}.")
-        handle = OWN_CODECS.add(name, codec)
-        codec.name = name
-        return handle
+        if type(codec).__module__.startswith("zeroshard.") or any(codec is each.thing for each in OWN_CODECS.named.values()):
+            raise ConfigError(f"register: codec: {codec!r} has a name already: give an object of your own that has none.")
+        codec.name = name  # errors say it
+        return OWN_CODECS.add(name, codec)
     what, kind, found, registry = ("rest", Rest, rest, OWN_RESTS) if rest is not None else ("comm", WrappedComm, comm, OWN_COMMS)
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"register: {what}: expected a subclass of zeroshard.seam.{kind.__name__}, got {found!r}.")

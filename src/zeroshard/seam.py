@@ -77,7 +77,7 @@ from .values.averages import Averages
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
-    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "abort_peers", "ally", "engine_of", "find_engine", "info_of", "loaded", "memory_of",
+    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "abort_peers", "ally", "engine_behind", "engine_of", "find_engine", "info_of", "loaded", "memory_of",
     # what bytes are held for, and who is told of them
     "AVERAGES", "GATHERED", "GRADIENTS", "MASTERS", "OF_ACTIVATIONS", "OPTIMIZER", "PARAMETERS", "PARTIAL", "RESIDUALS",
     "SECONDARY", "STAGING", "Ledger", "Observer", "Traffic", "listener", "making",
@@ -418,12 +418,17 @@ class Engine:
         return [spec.name for group in trained for spec, active in zip(group.specs, group.active, strict=True) if not active]
 
 
-def engine_of(model: nn.Module | torch.optim.Optimizer) -> Engine:
-    """Return the engine of a sharded model (also of the one that `torch.compile(model)` wraps), or of a sharded optimizer.
+def engine_of(model: nn.Module) -> Engine:
+    """Return the engine of a sharded model, also of the one that `torch.compile(model)` wraps.
 
-    Raise TypeError if it is no nn.Module, ZeroshardError if it is not sharded, AttributeError for another optimizer.
+    Raise TypeError if it is no nn.Module, ZeroshardError if it is not sharded.
     """
-    return Engine(model.core.runtime if isinstance(model, torch.optim.Optimizer) else runtime_of(model))  # type: ignore[attr-defined]
+    return Engine(runtime_of(model))
+
+
+def engine_behind(optimizer: Any) -> Engine:
+    """Return the engine of the model that a sharded optimizer steps; AttributeError for another optimizer."""
+    return Engine(optimizer.core.runtime)
 
 
 def find_engine(model: nn.Module) -> Engine | None:

@@ -25,6 +25,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm import backend_select
 from zeroshard.comm.launch import free_port, rank_environment, run_processes
+from zeroshard.diagnostics import endings
 from zeroshard.diagnostics.flight_recorder import describe
 from zeroshard.engine.comm import failure
 from zeroshard.engine.comm.base import Region
@@ -362,17 +363,17 @@ def test_a_victim_tells_of_the_rank_that_failed_first():
 
 def test_failures_are_told_by_their_origin():
     first = zs.PeerFailed(5, "ValueError: no", "gather x")
-    assert failure.failure_of(first, 2) == failure.Failure(5, "ValueError: no")
+    assert endings.failure_of(first, 2) == failure.Failure(5, "ValueError: no")
     try:
         try:
             raise first
         except zs.PeerFailed:
             raise OSError("in a finally") from None
     except OSError as error:
-        assert failure.failure_of(error, 2).rank == 5  # suppressed in the text, and still what happened
-    own = failure.failure_of(ValueError("mine"), 2)
+        assert endings.failure_of(error, 2).rank == 5  # suppressed in the text, and still what happened
+    own = endings.failure_of(ValueError("mine"), 2)
     assert own.rank == 2 and own.reason.endswith("ValueError: mine")
-    left = zs.PeerFailed(2, failure.failure_of(SystemExit(3), 2).reason, "x")
+    left = zs.PeerFailed(2, endings.failure_of(SystemExit(3), 2).reason, "x")
     assert str(left) == "rank 2 left by sys.exit(3) (this rank was waiting for: x)"
 
 

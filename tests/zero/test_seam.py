@@ -9,7 +9,7 @@ from torch import nn
 from zoo import Stack, run_threads, seeded
 
 import zeroshard as zs
-from zeroshard.seam import engine_of
+from zeroshard.seam import engine_behind, engine_of
 
 
 class Choice(nn.Module):
@@ -33,7 +33,7 @@ def test_ranks_of_a_model_that_no_axis_divides(stage, mesh):
         net = seeded(Stack)
         model, optimizer = zs.shard(net, torch.optim.AdamW(net.parameters()), stage=stage, mesh=mesh)
         engine = engine_of(model)
-        assert engine.model is model and engine_of(optimizer).model is model
+        assert engine.model is model and engine_behind(optimizer).model is model
         assert (engine.ranks.rank, engine.ranks.world_size, engine.world.rank, engine.world.world_size) == (rank, 2, rank, 2)
         return engine.stages, engine.divided
 
@@ -79,6 +79,20 @@ def test_what_has_no_engine():
     with pytest.raises(zs.ZeroshardError, match="not sharded"):
         engine_of(plain)
     with pytest.raises(AttributeError, match="core"):
-        engine_of(torch.optim.SGD(plain.parameters(), lr=0.1))
+        engine_behind(torch.optim.SGD(plain.parameters(), lr=0.1))
     with pytest.raises(TypeError, match="expected a torch.nn.Module"):
         engine_of("model")
+
+
+def test_an_optimizer_in_the_place_of_the_model_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    calls = [
+        lambda: zs.save(tmp_path, optimizer, model), lambda: zs.load(tmp_path, optimizer), lambda: zs.ema(optimizer),
+        lambda: zs.save_safetensors(optimizer, tmp_path / "x.safetensors"), lambda: zs.join(optimizer).__enter__(),
+        lambda: zs.stop_together(optimizer, []), lambda: zs.forecast(optimizer, lambda: None), lambda: zs.report(optimizer),
+        lambda: zs.full_state_dict(optimizer), lambda: zs.accumulate(optimizer).__enter__(),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module that was given to zs\.shard\(\), got "):
+            call()

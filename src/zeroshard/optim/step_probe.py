@@ -98,6 +98,7 @@ def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
                 found.append((numbers, how, alone))
     if not found:
         return None
+    found = [each for each in found if each[1] != KEEPS_GRADIENTS] or found  # the remedy for one would not help the other
     return Departure(
         sorted({number for numbers, _, _ in found for number in numbers}), found[0][1], all(alone for _, _, alone in found)
     )

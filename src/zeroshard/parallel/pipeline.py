@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from ..activations import router_loss
 from ..comm.backend_select import is_imagined
 from ..comm.shared_memory import SharedComm
+from ..comm.wrapped import WrappedComm
 from ..diagnostics import judge
 from ..engine.comm import DistComm
 from ..errors import ConfigError, did_you_mean
@@ -359,6 +360,7 @@ class Pipeline:
     def _explain(self, error: RuntimeError) -> None:
         """Raise PeerFailed, with the failed rank's error, if `error` is a broken connection to a stage whose rank has failed."""
         world, deadline = self.engines[0].world, time.monotonic() + _PATIENCE_S
+        world = world.comm if isinstance(world, WrappedComm) else world
         if not any(word in str(error).lower() for word in ("connection", "gloo", "nccl", "timed out")):
             return
         late = "timed out" in str(error).lower()  # the rank may be slow, not failed: no message is to be expected

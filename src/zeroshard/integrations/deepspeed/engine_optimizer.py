@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ConfigError, NonFiniteError
-from ...seam import ParameterInfo, ShardedTensor, engine_of, exchange_values, info_of
+from ...seam import ParameterInfo, ShardedTensor, engine_behind, exchange_values, info_of
 from ...state import ParameterPart, gradient_of, state_of, value_of
 from . import partition, stand_ins
 from .accelerator import always
@@ -105,12 +105,12 @@ class EngineOptimizer:
         record = self.optimizer.last_step
         return record is not None and record.skipped and not math.isfinite(record.grad_norm)
 
-    loss_scale = cur_scale = property(lambda self: engine_of(self.optimizer).progress.loss_scale)
+    loss_scale = cur_scale = property(lambda self: engine_behind(self.optimizer).progress.loss_scale)
 
     @property
     def loss_scaler(self) -> LossScalerView | None:
         """The loss scaler in fp16, else None."""
-        return None if engine_of(self.optimizer).progress.scaler is None else LossScalerView(self.optimizer)
+        return None if engine_behind(self.optimizer).progress.scaler is None else LossScalerView(self.optimizer)
 
     loss_scale_config = property(lambda self: LossScalerView(self.optimizer))  # without fp16: a static scale of 1
     dynamic_loss_scale = property(attrgetter("loss_scale_config.dynamic_loss_scale"))
@@ -172,13 +172,13 @@ class EngineOptimizer:
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
         """Parameters of each leaf module (`set_z3_leaf_modules`)."""
-        return {module: list(module.parameters()) for module in get_z3_leaf_modules(engine_of(self.optimizer).model)}
+        return {module: list(module.parameters()) for module in get_z3_leaf_modules(engine_behind(self.optimizer).model)}
 
     def _get_norm_groups(self) -> list[Tensor]:
         """Return the norm of the mean gradient of each optimizer group, over all ranks (collective)."""
         groups = self.get_fp32_grad_partitions()
         squares = [float(sum(each.square().sum() for each in groups.get(i, {}).values())) for i in range(len(self.bit16_groups))]
-        ranks = engine_of(self.optimizer).ranks
+        ranks = engine_behind(self.optimizer).ranks
         everyone = [squares] if ranks.world_size == 1 else exchange_values(ranks, squares, "norms of gradients")
         return [torch.tensor(sum(theirs)).sqrt() for theirs in zip(*everyone, strict=True)]
 
@@ -190,7 +190,7 @@ class LossScalerView:
 
     def __init__(self, optimizer: Any) -> None:
         """Raise AttributeError for an optimizer that is not sharded: Stage3 shows one for a moment."""
-        self._engine, self._core = engine_of(optimizer), optimizer.core
+        self._engine, self._core = engine_behind(optimizer), optimizer.core
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine.progress.scaler, name)
@@ -246,7 +246,7 @@ class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
     @functools.cached_property
     def parameter_offload(self) -> ParameterOffload:
         """The model's hooks, for programs that generate during training."""
-        return ParameterOffload(engine_of(self.optimizer).model)
+        return ParameterOffload(engine_behind(self.optimizer).model)
 
 
 _HERE = {"__module__": __name__}
@@ -262,7 +262,7 @@ def wrap(optimizer: Any, config: DeepSpeedConfig) -> Any:
     stage, dtype = int(config.zero_optimization_stage), config.model_dtype
     if optimizer is None:
         return None
-    if not engine_of(optimizer).replicated:
+    if not engine_behind(optimizer).replicated:
         cls = type(optimizer)
         optimizer.__class__ = type(cls.__name__, (SlicedStates, cls), {"__qualname__": cls.__qualname__})
     if not stage:
@@ -288,12 +288,12 @@ class SlicedStates:
 
     def state_dict(self) -> dict[str, object]:
         """Return a state dict as torch's, with flat slices of states, padded with zeros to the longest slice of any rank."""
-        found, engine = super().state_dict(), engine_of(self)  # type: ignore[misc, arg-type]
+        found, engine = super().state_dict(), engine_behind(self)  # type: ignore[misc]
         return {**found, "state": self._changed(found, _slice), COUNT: engine.ranks.world_size}
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load this rank's `state_dict` from a run with as many ranks, or a state dict of a plain torch optimizer."""
-        count, ranks = state_dict.get(COUNT), engine_of(self).ranks.world_size  # type: ignore[arg-type]
+        count, ranks = state_dict.get(COUNT), engine_behind(self).ranks.world_size
         if count not in (None, ranks):
             raise ConfigError(
                 f"load_state_dict: the slices are those of {count} ranks, and there are {ranks}. engine.save_checkpoint and "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 
 from ...errors import ConfigError
-from ...seam import engine_of
+from ...seam import engine_behind
 from .sharding import Sharding, whole_state_dict
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class FabricSharding(Sharding):
         return whole_state_dict(_inner(module))
 
     def get_optimizer_state(self, optimizer: ShardedOptimizer) -> dict[str, object]:
-        return zs.full_optimizer_state_dict(engine_of(optimizer).model, every_rank=True)  # type: ignore[arg-type]
+        return zs.full_optimizer_state_dict(engine_behind(optimizer).model, every_rank=True)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, object], strict: bool = True) -> None:
         _inner(module).load_state_dict(state_dict, strict=strict)

@@ -19,7 +19,7 @@ import zeroshard as zs
 
 from ...api import whole_state
 from ...errors import ConfigError, did_you_mean
-from ...seam import engine_of
+from ...seam import engine_behind
 
 if TYPE_CHECKING:  # Lightning may be installed under another name
     from lightning.fabric.plugins import CheckpointIO, Precision
@@ -56,7 +56,7 @@ def precision_class(base: Any) -> type:
             return torch.autocast(self._strategy.root_device.type, dtype=dtype, cache_enabled=False)
 
         def clip_grad_by_norm(self, optimizer: ShardedOptimizer, clip_val: float) -> None:
-            zs.clip_grad_norm_(engine_of(optimizer).model, clip_val)  # type: ignore[arg-type]
+            zs.clip_grad_norm_(engine_behind(optimizer).model, clip_val)
 
     return ZeroshardPrecision
 
