@@ -8,6 +8,7 @@ safe: once, before the first test, when no thread but those of pytest-xdist and 
 import contextlib
 import os
 import sys
+import warnings
 from multiprocessing import forkserver, resource_tracker, util
 
 
@@ -25,7 +26,11 @@ def start() -> None:
 
 def _fork(path: bytes, arguments: list[str], open_fds: list[int]) -> int:
     """As `spawnv_passfds`: a process that runs the last argument, Python's text, and has these files open. Returns its number."""
-    pid = os.fork()
+    with (
+        warnings.catch_warnings()
+    ):  # Python 3.12 warns of threads, which may hold locks: those of pytest-xdist hold none that matter
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid:
         return pid
     try:

@@ -26,7 +26,7 @@ def passed_on(method: Method) -> Method:
 class WrappedComm(DirectComm):
     """A communicator that passes every call on to another one, `comm`, of the same ranks; a subclass overrides some of the calls.
 
-    One that a program registers (`zeroshard.seam.register`) is made as `cls(comm)`, once for each zs.shard, which calls
+    One that a program registers (`zeroshard.seam.register`) is made as `cls(comm)`, anew for each zs.shard, zs.init and other use of its name; zs.shard calls
 
         gather      to fill a whole tensor with the shards of all ranks: parameters, at the start of forward and backward
         reduce      to sum gradients, each rank its slice; `collect` where a codec packs them, and with sums="backend"

@@ -418,7 +418,7 @@ class Pipeline:
             place = cast(Stage, self.stages[0]).pipeline_stage
             hidden = torch.Size((*inputs[0].shape[: place.leading], *place.width))
             sums = [(torch.Size([2 * place.experts + 1]), torch.float64)] * bool(place.experts)
-            return shapes + [[(hidden, self.engines[0].snapshot().groups[0].dtype), *sums]] * self.count
+            return shapes + [[(hidden, self.engines[0].slices("value")[0].dtype), *sums]] * self.count
         for number in range(self.count):
             told: list[list | None] = [None]
             if number in self.own:

@@ -51,7 +51,10 @@ class Registry:
         return self.named[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.named)
+        return iter(list(self.named))  # a copy: ranks may be threads
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.named
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.named:
