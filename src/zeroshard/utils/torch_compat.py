@@ -112,7 +112,8 @@ def set_local_part(tensor: DTensor, part: torch.Tensor) -> None:
 
 def is_distributed(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor."""
-    return _DTENSORS in sys.modules and isinstance(value, sys.modules[_DTENSORS].DTensor)  # not imported: nobody has made one
+    # without it, not imported, or by another thread in this moment: nobody has made one
+    return isinstance(value, getattr(sys.modules.get(_DTENSORS), "DTensor", ()))
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
