@@ -237,10 +237,6 @@ class Engine:
     def slices(self, *kinds: str) -> list[StateSlice]:
         """Return this rank's slices of the model's states, by name; not collective, and it waits for nothing.
 
-            for each in engine.slices("master", "optimizer"):
-                if each.counted and not each.single:
-                    print(each.kind, each.name, each.extents, f"[{each.start}, {each.stop})", each.host(0, each.stop - each.start))
-
         kinds, each in the order of the model's units (of optimizer states: of its groups):
 
             "value"             parameters as they rest
@@ -372,15 +368,7 @@ class Engine:
         return self._runtime.tiers.beside_comm()
 
     def observe(self, observer: Observer) -> RemovableHandle:
-        """Tell an observer of each allocation, collective and copy of this rank from now on, until `remove()` of the handle.
-
-        class Gathers(Observer):
-            def sent(self, kind, label, inside, between):
-                if kind.startswith("gather"):
-                    print(label, inside + between)
-
-        handle = engine_of(model).observe(Gathers())
-        """
+        """Tell an observer of each allocation, collective and copy of this rank from now on, until `remove()` of the handle."""
         return self._runtime.tiers.ledger.observe(observer)
 
     def note(self, text: str) -> None:
