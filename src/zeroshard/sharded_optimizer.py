@@ -27,6 +27,7 @@ from .state.state_view import ParameterState, StateByParameter, load_state, stat
 from .tiers.cpu_kernels import matches
 from .tiers.host_step import DelayedStep, HostStepper
 from .tiers.slab_step import SlabStepper
+from .tiers.storage import FurtherTiers
 from .utils.torch_compat import OWN_UNSCALING
 from .values.whole_step import WholeStepper
 
@@ -146,6 +147,7 @@ class ShardedOptimizer:
 def steppers_for(optimizer: torch.optim.Optimizer, runtime: Runtime) -> Steppers:
     """Make the steppers of an optimizer, each with a copy of it, as the options of its model say."""
     config, tiers, alone = runtime.config, runtime.tiers, whole_parameters(optimizer)
+    assert isinstance(tiers, FurtherTiers)  # that zs.shard has made
     host: HostStepper | None = None
     if config.offload_optimizer.tier is not Tier.DEVICE:
         given = config.offload_optimizer.fused  # whether the host steps with fused kernels; None: where it is best

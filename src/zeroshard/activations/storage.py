@@ -27,6 +27,7 @@ from torch import Tensor
 from ..config import Offload, Tier
 from ..errors import SwapError
 from ..seam import BufferPool, Links, making
+from ..tiers import imagine
 from ..tiers.io import ALIGN, Engine, File, SwapFolder
 from ..utils.host import ranks_here
 from ..utils.work import OVER, Then, Work
@@ -416,14 +417,14 @@ class ImaginedDiskBacking(_DiskBacking):
     def put(self, part: Tensor, numel: int) -> Kept:
         kept = Kept(numel, part.dtype, numel * part.dtype.itemsize)
         buffer = self.buffers.take_fitting(kept.nbytes)
-        self.links.imagine(*self.path, nbytes=kept.nbytes)
+        imagine(self.links, *self.path, nbytes=kept.nbytes)
         self.buffers.give(buffer)
         self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
         return kept
 
     def fetch(self, kept: Kept, wait: bool) -> None:
         if kept.ahead is None:
-            kept.ahead = self.buffers.take_fitting(kept.nbytes), self.links.imagine(*self.path[::-1], nbytes=kept.nbytes)
+            kept.ahead = self.buffers.take_fitting(kept.nbytes), imagine(self.links, *self.path[::-1], nbytes=kept.nbytes)
 
     def get(self, kept: Kept) -> Tensor:
         self.fetch(kept, wait=True)

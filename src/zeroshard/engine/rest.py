@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -68,15 +67,6 @@ class Links:
         """Count the copy between host and device that is part of a move between disk and device."""
         if self.separate:
             self.ledger.move(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), nbytes)
-
-    def imagine(self, *path: Tier, nbytes: int) -> Work:
-        """Count a move along two or more tiers in which no byte moves; a dry run's watcher is told of each hop."""
-        imagined: Work = OVER
-        for source, target in itertools.pairwise(path):
-            self.ledger.move(source, target, nbytes)
-            if (ticket := self.streams.moved(source, target, nbytes)) is not None:
-                imagined = Copy(self.streams, ticket)
-        return imagined
 
 
 class Rest(ABC):

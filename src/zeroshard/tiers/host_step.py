@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..config import Offload, Tier
 from ..engine.flat_layout import round_up
-from ..engine.rest import MemoryRest, Rest, Tiers
+from ..engine.rest import MemoryRest, Rest
 from ..engine.steppers import DelayedUpdate, HostStep, Job
 from ..errors import ZeroshardError
 from ..utils.one_thread import Turn, one_thread
@@ -41,6 +41,7 @@ from .estimate import PAGE_NBYTES
 from .forms import CodedRest, SplitRest
 from .pool import Arena
 from .slab_step import Slab, SlabStepper
+from .storage import FurtherTiers
 
 _FLIGHT = 4  # times buffer_count: most slabs whose reads have started and that are not stepped yet, also if they need no buffer
 _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
@@ -67,7 +68,7 @@ class HostStepper(SlabStepper, HostStep):
     engine/write_gate.py calls `DelayedStep.wait` before the rank's own thread uses the stepper again.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, offload: Offload, tiers: Tiers, fused: bool) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, offload: Offload, tiers: FurtherTiers, fused: bool) -> None:
         super().__init__(inner, tiers, fused, on_host=True)
         self.offload = offload
         self.turn = Turn("the host's step of offloaded states")
@@ -299,7 +300,7 @@ class DelayedStep(DelayedUpdate):
             except BaseException as error:
                 self._error = error
 
-        if self.host.tiers.comm.imagined:  # fake tensors belong to one thread
+        if self.host.tiers.one_thread:
             self.ticket = self.host.tiers.streams.run_beside(lambda: self.host.step(jobs))[1]
             return
         self._thread = threading.Thread(target=body, name="zeroshard-delayed-step", daemon=True)

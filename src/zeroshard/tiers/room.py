@@ -25,6 +25,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..utils.host import host_identity
 from ..utils.host_memory import keep_freed_memory, limits
 from .estimate import Need, Place, needs, shortage
+from .imagined import ImaginedTiers
 from .storage import FurtherTiers
 
 
@@ -75,7 +76,10 @@ def open_tiers(config: Config, comm: DirectComm, ledger: Ledger) -> Tiers:
         keep_freed_memory(large=False)
     elif config.keep_host_memory and comm.device.type == "cpu":
         keep_freed_memory()
-    tiers, offloads = FurtherTiers(comm, ledger), (config.offload_param, config.offload_gradient, config.offload_optimizer)
+    tiers, offloads = (
+        (ImaginedTiers if comm.imagined else FurtherTiers)(comm, ledger),
+        (config.offload_param, config.offload_gradient, config.offload_optimizer),
+    )
 
     def open_folders() -> None:
         for offload in offloads:

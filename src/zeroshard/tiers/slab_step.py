@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from ..config import Tier
-from ..engine.flat_layout import round_up
 from ..engine.inner_optimizer import State, fresh, step_alone
-from ..engine.rest import MemoryRest, Rest, Tiers
+from ..engine.rest import MemoryRest, Rest
 from ..engine.steppers import Job, SlabStep
 from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from ..utils.work import Work
 from .cpu_kernels import CHUNK_NUMEL, CODED_CHUNK_NUMEL, Kernel, Team, host_threads, kernel_for, step_stretch
 from .forms import CodedRest, SplitRest
+from .storage import FurtherTiers
 from .stretch import CodedStretch, SplitStretch, Stretch
 
 _STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # names of the parts of a slab that are not states
@@ -69,14 +69,14 @@ class SlabStepper(SlabStep):
     Each run is one slab. HostStepper cuts runs into smaller slabs, and copies what rests where the host can not use it.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, tiers: Tiers, fused: bool, on_host: bool = False) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, tiers: FurtherTiers, fused: bool, on_host: bool = False) -> None:
         far = tiers.separate and not on_host  # on a device with a memory of its own, which fused kernels can not use
         self.inner, self.tiers, self.fused = inner, tiers, fused and not far
         # a rank that computes on a GPU lets the host's step use its share of the cores, whatever OMP_NUM_THREADS is
         self.threads = threads = host_threads() if tiers.separate and on_host else torch.get_num_threads()
         self.chunk = _DEVICE_CHUNK_NUMEL if far else _CLASS_CHUNK_NUMEL  # elements that the optimizer's own class steps at a time
         self.scratch = torch.empty(max(CHUNK_NUMEL * threads, CODED_CHUNK_NUMEL) if self.fused else 0, device="cpu")
-        self.team = Team(1 if tiers.comm.imagined else threads)  # fake tensors belong to one thread
+        self.team = Team(1 if tiers.one_thread else threads)
 
     def step(self, jobs: list[Job]) -> None:
         """Step all jobs, in this order."""
@@ -151,7 +151,6 @@ class SlabStepper(SlabStep):
         param, grad, out = slab.parts[_STEPPED], slab.tensor(_GRADIENT), slab.parts.get(_VALUES)
         assert out is None or isinstance(out, Tensor)
         numel, state = max(param.numel(), 1), State()
-        whole = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else None  # on imagined ranks nothing is computed
         if kernel is not None:
             state = fresh(states.scalars)  # every slab of a step begins with the same counters
             if job.fresh:
@@ -159,11 +158,11 @@ class SlabStepper(SlabStep):
             state |= {name: part for name, part in slab.parts.items() if name not in (_STEPPED, _GRADIENT, _VALUES)}
             step_stretch(
                 kernel, param, grad, state, job.options,
-                scale=job.factor, out=out, scratch=self.scratch, team=self.team, chunk=whole,
+                scale=job.factor, out=out, scratch=self.scratch, team=self.team, chunk=self.tiers.at_once(numel),
             )  # fmt: skip
             self._take_states(slab, 0, param.numel(), state)
         else:
-            chunk = whole or self.chunk
+            chunk = self.tiers.at_once(numel) or self.chunk
             for start in range(0, numel, chunk):
                 stop = min(start + chunk, param.numel())
                 opened = _opened(param, start, stop)
@@ -181,7 +180,7 @@ class SlabStepper(SlabStep):
         """Create the states of a first step in the slab; return the scalars."""
         param, created = slab.parts[_STEPPED], State()
         numel = max(param.numel(), 1)
-        chunk = round_up(numel, CHUNK_NUMEL) if self.tiers.comm.imagined else CHUNK_NUMEL
+        chunk = self.tiers.at_once(numel) or CHUNK_NUMEL
         for start in range(0, numel, chunk):
             stop = min(start + chunk, param.numel())
             created = kernel.create(_opened(param, start, stop))

@@ -103,7 +103,7 @@ class FileRest(Rest):
             self.write(start, source).wait()
             return
         # through a few pieces of aligned memory: whole copies leave holes in the heap, unaligned ones are copied again
-        with _converting(source.numel(), self.dtype, self.tiers) as nbytes:
+        with converting(source.numel(), self.dtype, self.tiers) as nbytes:
             # address and offset congruent, so that the engine needs no bounce buffer
             memory = empty_aligned(nbytes + PAGE_NBYTES)[(self.offset + start * self.dtype.itemsize) % PAGE_NBYTES :]
             pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
@@ -119,7 +119,7 @@ class FileRest(Rest):
 
 
 @contextlib.contextmanager
-def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
+def converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
     """Context for converting values for a disk in host memory: yields its size in bytes, which is in the ledger meanwhile."""
     nbytes = min(numel * dtype.itemsize, _PIECES * _PIECE_NBYTES)
     tiers.ledger.enter(STAGING, nbytes, Tier.HOST)
@@ -127,38 +127,6 @@ def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
         yield nbytes
     finally:
         tiers.ledger.strike(STAGING, nbytes, Tier.HOST)
-
-
-class ImaginedRest(Rest):
-    """A resting place on an imagined disk, for planning: counts the bytes that would move.
-
-    Its requests are done at once, as on a fast disk; `wait` reports to the dry run's watcher. With gradients on a slow disk, real
-    ranks take one staging buffer more than such a plan says.
-    """
-
-    tier, resident = Tier.DISK, False
-
-    def __init__(self, numel: int, dtype: torch.dtype, tiers: Tiers) -> None:
-        self.numel, self.dtype, self.tiers = numel, dtype, tiers
-
-    def read(self, start: int, out: Tensor) -> Work:
-        return self.tiers.imagine(Tier.DISK, Tier.HOST, nbytes=out.nbytes)
-
-    def write(self, start: int, source: Tensor) -> Work:
-        return self.tiers.imagine(Tier.HOST, Tier.DISK, nbytes=source.nbytes)
-
-    def load(self, start: int, stop: int) -> Tensor:
-        out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.device)
-        self.read(start, out)
-        self.tiers.count_hop(out.nbytes, up=True)
-        return out
-
-    def store(self, start: int, source: Tensor) -> None:
-        nbytes = source.numel() * self.dtype.itemsize
-        self.tiers.count_hop(nbytes, up=False)
-        direct = source.dtype == self.dtype and not self.tiers.separate
-        with contextlib.nullcontext() if direct else _converting(source.numel(), self.dtype, self.tiers):
-            self.tiers.imagine(Tier.HOST, Tier.DISK, nbytes=nbytes)
 
 
 class _Folder:
@@ -183,7 +151,12 @@ class _Folder:
 
 
 class FurtherTiers(Tiers):
-    """Tiers with resting places on the device, on the host and on disk; owns the folders and file engines of the latter."""
+    """Tiers with resting places on the device, on the host and on disk; owns the folders and file engines of the latter.
+
+    one_thread: tensors belong to the rank's own thread, so that no helper may step them.
+    """
+
+    one_thread = False
 
     def __init__(self, comm: DirectComm, ledger: Ledger) -> None:
         super().__init__(comm, ledger)
@@ -221,7 +194,7 @@ class FurtherTiers(Tiers):
 
     def open_folder(self, offload: Offload) -> None:
         """Check an offload option's folder (see SwapFolder) and make this run's own in it; once per path, before any change."""
-        if offload.tier is Tier.DISK and not self.comm.imagined and offload.path not in self._folders:
+        if offload.tier is Tier.DISK and offload.path not in self._folders:
             assert offload.path is not None
             self._folders[offload.path] = _Folder(offload, self.comm)
 
@@ -237,13 +210,11 @@ class FurtherTiers(Tiers):
     def place(self, offload: Offload, numel: int, dtype: torch.dtype) -> Rest:
         """Return a new resting place, zero-filled, whose bytes the caller enters in the ledger."""
         tier = offload.tier
-        if tier is Tier.DISK and self.comm.imagined:
-            return ImaginedRest(numel, dtype, self)
         if tier is Tier.DISK:
             assert offload.path is not None
             folder = self._folders[offload.path]
             return FileRest(*folder.region(numel * dtype.itemsize), numel, dtype, folder.engine, self)
-        if offload.own and not self.comm.imagined:  # imagined ranks have no values to encode
+        if offload.own:
             return OWN_RESTS[offload.device](numel, dtype, self)
         if tier is Tier.HOST:
             # torch's pinned allocator would round up to a power of two; and a step on the host is faster in huge pages
@@ -270,10 +241,15 @@ class FurtherTiers(Tiers):
             slots.give(taken, copied)
             return copied
 
-        hops = Then(rest.read(0, source), second_hop)
-        if self.comm.imagined:  # imagined reads are not polled: enqueue the second hop at once
-            self.streams.run_beside(hops.done)
+        return self.begun(Then(rest.read(0, source), second_hop))
+
+    def begun(self, hops: Then) -> Work:
+        """Return two hops whose first has begun; polls or a wait begin the second."""
         return hops
+
+    def at_once(self, numel: int) -> int | None:
+        """Return how many of `numel` elements a step takes at a time; None: as many as caches hold."""
+        return None
 
     def departure(self, rest: Rest, send_dtype: torch.dtype) -> tuple[Rest, Departure | None]:
         if rest.resident:

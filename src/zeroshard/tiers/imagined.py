@@ -1,0 +1,80 @@
+"""Tiers of imagined ranks, for plans: moves are counted and told to the dry run's watcher, and no byte moves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+
+import torch
+from torch import Tensor
+
+from ..config import Offload, Tier
+from ..engine.rest import Copy, Links, Rest, Tiers
+from ..utils.work import OVER, Then, Work
+from .cpu_kernels import CHUNK_NUMEL
+from .storage import FurtherTiers, converting
+
+
+def imagine(links: Links, *path: Tier, nbytes: int) -> Work:
+    """Count a move along two or more tiers in which no byte moves; a dry run's watcher is told of each hop."""
+    imagined: Work = OVER
+    for source, target in itertools.pairwise(path):
+        links.ledger.move(source, target, nbytes)
+        if (ticket := links.streams.moved(source, target, nbytes)) is not None:
+            imagined = Copy(links.streams, ticket)
+    return imagined
+
+
+class ImaginedRest(Rest):
+    """A resting place on an imagined disk, for planning: counts the bytes that would move.
+
+    Its requests are done at once, as on a fast disk; `wait` reports to the dry run's watcher. With gradients on a slow disk, real
+    ranks take one staging buffer more than such a plan says.
+    """
+
+    tier, resident = Tier.DISK, False
+
+    def __init__(self, numel: int, dtype: torch.dtype, tiers: Tiers) -> None:
+        self.numel, self.dtype, self.tiers = numel, dtype, tiers
+
+    def read(self, start: int, out: Tensor) -> Work:
+        return imagine(self.tiers, Tier.DISK, Tier.HOST, nbytes=out.nbytes)
+
+    def write(self, start: int, source: Tensor) -> Work:
+        return imagine(self.tiers, Tier.HOST, Tier.DISK, nbytes=source.nbytes)
+
+    def load(self, start: int, stop: int) -> Tensor:
+        out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.device)
+        self.read(start, out)
+        self.tiers.count_hop(out.nbytes, up=True)
+        return out
+
+    def store(self, start: int, source: Tensor) -> None:
+        nbytes = source.numel() * self.dtype.itemsize
+        self.tiers.count_hop(nbytes, up=False)
+        direct = source.dtype == self.dtype and not self.tiers.separate
+        with contextlib.nullcontext() if direct else converting(source.numel(), self.dtype, self.tiers):
+            imagine(self.tiers, Tier.HOST, Tier.DISK, nbytes=nbytes)
+
+
+class ImaginedTiers(FurtherTiers):
+    """Tiers without folders, on whose host nothing is computed."""
+
+    one_thread = True  # as fake tensors belong to one
+
+    def open_folder(self, offload: Offload) -> None:
+        """Open nothing: there is no disk."""
+
+    def place(self, offload: Offload, numel: int, dtype: torch.dtype) -> Rest:
+        if offload.tier is Tier.DISK:
+            return ImaginedRest(numel, dtype, self)
+        # a program's own place would encode values, of which there are none
+        return super().place(dataclasses.replace(offload, device="cpu") if offload.own else offload, numel, dtype)
+
+    def begun(self, hops: Then) -> Work:
+        self.streams.run_beside(hops.done)  # nobody polls: the second hop is enqueued at once
+        return hops
+
+    def at_once(self, numel: int) -> int | None:
+        return -(-numel // CHUNK_NUMEL) * CHUNK_NUMEL
