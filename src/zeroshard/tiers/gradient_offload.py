@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config import Tier
+from ..engine.comm.sums import device_square_sum
 from ..engine.rest import Departure, MemoryRest, Rest, Tiers
 from ..utils.work import OVER, Work
 from .pool import BufferPool
@@ -123,8 +124,7 @@ class GradientOffload(Departure):
             landings.give(buffer, pending)
             self.arriving = (arrival, arrived, add, pending)
         # read after `give`: the next reduction into it is ordered behind the current stream's work so far (`Streams.beside`)
-        dtype = torch.promote_types(landed.dtype, torch.float32)
-        return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()  # while it is still on the device
+        return None if add else device_square_sum(landed)  # while it is still on the device
 
     def progress(self) -> None:
         """Add or write the gradient that is copied to the host, if the copy is done."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...config import Tier
 from ...utils.work import Work
-from .sums import square_sum
+from .sums import device_square_sum, square_sum
 
 T = TypeVar("T")
 
@@ -76,8 +76,7 @@ class Streams:
         """
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return sum(square_sum(tensor) for tensor in tensors)
-        norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
-        return float(torch.stack(norms).double().square().sum())
+        return float(torch.stack([device_square_sum(tensor) for tensor in tensors]).sum())
 
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:

@@ -100,3 +100,8 @@ def square_sum(tensor: Tensor) -> float:
     if tensor.dtype not in (torch.float32, torch.float64):
         parts = tuple(part.float() for part in parts)
     return sum((torch.dot(part, part).item() for part in parts), 0.0)
+
+
+def device_square_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of squares of a tensor of any device, of its norm in fp32 or wider: 0-D, fp64, and the host does not wait."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)).double().square()
