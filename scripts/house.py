@@ -159,13 +159,15 @@ def ring_of(module: str) -> int:
 
 
 def arrows() -> list[tuple[int, int, str, str, str]]:
-    """Return (ring, other ring, module, other module, name) for each import, types and late ones too, that goes up or to another service."""
+    """Return (ring, other ring, module, other module, name) for each import, types and late ones too, that goes up or inside of another
+    service: what its package shows is no inside.
+    """
     found = []
     for module in modules():
         ring = ring_of(module)
         for other, name in imported(module):
             to = ring_of(other)
-            if to > ring or (to == ring == 1 and module.split(".")[0] != other.split(".")[0]):
+            if to > ring or (to == ring == 1 and module.split(".")[0] != other.split(".")[0] and not shown_by(other)):
                 found.append((ring, to, module, other, name))
     return sorted(found)
 
@@ -276,17 +278,17 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 67_400,
+    "lines of src/zeroshard and benchmarks": 67_500,
     "lines of ring 0 (engine/)": 8_500,
-    "lines of ring 1": 11_800,
+    "lines of ring 1": 11_900,
     "imports that leave ring 0": 0,
-    "imports from ring 1 to ring 2": 1,
-    "imports between rooms of ring 1": 3,
+    "imports from ring 1 to ring 2": 0,
+    "imports between rooms of ring 1": 0,
     "files to own for engine (engine.unit)": 47,
     "lines of these, engine.unit": 7_800,
     "files to own for engine and optimizer (engine.optimizer)": 69,
     "lines of these, engine.optimizer": 11_900,
-    "files to own for zs.shard (api)": 176,
+    "files to own for zs.shard (api)": 177,
     "lines of these, api": 32_400,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,

@@ -26,9 +26,10 @@ from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select, topology
 from .comm.mesh import Axes, PlannedLayout, attachments, axes_of
-from .config import Config
+from .config import Config, Placement
 from .engine import hooks
 from .engine.auto_wrap import check_lazy, collect, device_of
+from .engine.comm import talking_device
 from .engine.ledger import Ledger
 from .engine.mixed_precision import Progress
 from .engine.optimizer import OptimizerCore
@@ -74,6 +75,34 @@ if TYPE_CHECKING:
 _WATCHES = Watches(ValueWatch, AttendanceRecord, tell)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+@contextlib.contextmanager
+def init(
+    config: Config | None = None, *, comm: object = None, dtype: torch.dtype | None = None, **options: Unpack[ShardOptions]
+) -> Iterator[None]:
+    """Inside this context the parameters of modules are sharded while the model is made: no rank holds the whole model.
+
+    It is for stages that shard parameters. Give the same stage (and comm) to zs.shard afterwards. All ranks enter and leave it
+    (collective). A parameter is whole when it is made, and constructors may write it in any way. It is cut, with rank 0's
+    values, when a module registers a parameter and more than 64 MiB of others are whole, in `zs.gathered`, or when the context ends.
+    A write to a parameter that is cut acts on the
+    slices; zs.shard raises ModelMismatch for one that ranks have written differently. Inside, torch's generators have rank 0's
+    states, so that values equal, bit for bit, those of one process with rank 0's seed; the other ranks' own states return at
+    the end. Parameters are made on torch's default device (`with torch.device("cuda"), zs.init(...)`); a model made on the host
+    can be moved by `model.cuda()` before zs.shard. Source: ZeRO-Infinity, arXiv 2104.07857, section 7.2.
+
+    Args:
+        dtype: dtype of floating-point parameters, in which they are initialised; None: as the model makes them.
+
+    Raises:
+        ModelMismatch: ranks make other parameters than rank 0 (on all ranks).
+    """
+    config = Config.build(config, **options)
+    device = talking_device(torch.get_default_device())
+    group = backend_select.current(comm, device, config.stall_timeout_s)  # type: ignore[arg-type]
+    with init_context.sharding_births(group, dtype) if config.row.parameter is Placement.SHARDED else contextlib.nullcontext():
+        yield
 
 
 @overload

@@ -17,6 +17,7 @@ from .api import (
     full_optimizer_state,
     full_optimizer_state_dict,
     full_state_dict,
+    init,
     shard,
 )
 from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_checkpoint, load, save
@@ -64,7 +65,6 @@ from .utils.compression import Compression
 from .utils.state_format import StateFormat
 from .utils.version import __version__
 from .values.gathered_parameters import gathered
-from .values.init_context import init
 from .values.method_forward import register_forward
 from .values.tensor_stream import stream_full_tensors
 

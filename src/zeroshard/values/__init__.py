@@ -2,7 +2,7 @@
 
 from .ddp_interface import take_interface
 from .gathered_parameters import Gathering, home_of, is_gathered, refuse
-from .init_context import BirthHome, cut_module, cut_whole, init, is_born, whole_births
+from .init_context import BirthHome, cut_module, cut_whole, is_born, whole_births
 
 __all__ = [
     "BirthHome",
@@ -10,7 +10,6 @@ __all__ = [
     "cut_module",
     "cut_whole",
     "home_of",
-    "init",
     "is_born",
     "is_gathered",
     "refuse",

@@ -23,21 +23,17 @@ import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Container, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
-from ..comm import backend_select
-from ..config import Config, Placement
 from ..engine.comm.base import Comm
 from ..engine.comm.messages import exchange_values
-from ..engine.comm.process_group import talking_device
 from ..engine.parameter import gather_flat
 from ..errors import ModelMismatch, ShardedAccessError, ShardedWriteError
-from ..guard.rank_consistency import agree_on_values, check_alike
-from ..guard.shared_storage import Origin
+from ..guard import Origin, agree_on_values, check_alike
 from ..tensor.attributes import attributes_of, whole_now
 from ..tensor.home import Home
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, checksum, set_data
@@ -47,11 +43,6 @@ from ..utils.garbage import collect_garbage
 from ..utils.module_names import own_name
 from ..utils.torch_compat import exchange, is_distributed, own_buffers, own_parameters, swap, tree_map_only
 from ..utils.transformers_compat import initialiser
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ..config import ShardOptions
 
 _WHOLE_NBYTES = 64 << 20  # bytes of other modules' parameters that are whole when a parameter is registered: more are cut
 _ALL = 0  # no module has this id
@@ -270,31 +261,8 @@ def _cut(comm: Comm, module: nn.Module, name: str, param: nn.Parameter, origin: 
 
 
 @contextlib.contextmanager
-def init(
-    config: Config | None = None, *, comm: object = None, dtype: torch.dtype | None = None, **options: Unpack[ShardOptions]
-) -> Iterator[None]:
-    """Inside this context the parameters of modules are sharded while the model is made: no rank holds the whole model.
-
-    It is for stages that shard parameters. Give the same stage (and comm) to zs.shard afterwards. All ranks enter and leave it
-    (collective). A parameter is whole when it is made, and constructors may write it in any way. It is cut, with rank 0's
-    values, when a module registers a parameter and more than 64 MiB of others are whole, in `zs.gathered`, or when the context ends.
-    A write to a parameter that is cut acts on the
-    slices; zs.shard raises ModelMismatch for one that ranks have written differently. Inside, torch's generators have rank 0's
-    states, so that values equal, bit for bit, those of one process with rank 0's seed; the other ranks' own states return at
-    the end. Parameters are made on torch's default device (`with torch.device("cuda"), zs.init(...)`); a model made on the host
-    can be moved by `model.cuda()` before zs.shard. Source: ZeRO-Infinity, arXiv 2104.07857, section 7.2.
-
-    Args:
-        dtype: dtype of floating-point parameters, in which they are initialised; None: as the model makes them.
-
-    Raises:
-        ModelMismatch: ranks make other parameters than rank 0 (on all ranks).
-    """
-    config = Config.build(config, **options)
-    group = backend_select.current(comm, talking_device(torch.get_default_device()), config.stall_timeout_s)  # type: ignore[arg-type]
-    if config.row.parameter is not Placement.SHARDED:
-        yield
-        return
+def sharding_births(group: Comm, dtype: torch.dtype | None) -> Iterator[None]:
+    """Shard the parameters that modules make inside over the ranks of a Comm (collective; api.py:init describes it)."""
     with contextlib.ExitStack() as stack:
         if not _here.inits:
             stack.enter_context(_generators_of_rank_0(group))

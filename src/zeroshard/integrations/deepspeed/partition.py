@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ...api import init
 from ...comm import backend_select
 from ...config import Tier
 from ...engine.comm import talking_device
 from ...seam import ParameterInfo, ReplicatedParameter, ShardedParameter, engine_of, info_of
 from ...tensor.attributes import whole_now
-from ...values import BirthHome, Gathering, cut_module, cut_whole, home_of, init, is_born, is_gathered, refuse, whole_births
+from ...values import BirthHome, Gathering, cut_module, cut_whole, home_of, is_born, is_gathered, refuse, whole_births
 from . import communication
 from .accelerator import get_accelerator
 from .ds_config import get_bfloat16_config, get_float16_config, read_config, zero_section
