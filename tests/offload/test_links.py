@@ -9,6 +9,7 @@ from zeroshard.config import Tier
 from zeroshard.engine.comm.streams import Streams
 from zeroshard.engine.ledger import Ledger
 from zeroshard.engine.rest import Links
+from zeroshard.tiers import imagine
 from zeroshard.utils.work import OVER
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ class Told(Watcher):
 def test_an_imagined_move_is_told_hop_by_hop_and_a_wait_is_for_the_last():
     streams = Told()
     links = Links(CPU, streams, Ledger())
-    links.imagine(Tier.DEVICE, Tier.HOST, Tier.DISK, nbytes=12).join()
+    imagine(links, Tier.DEVICE, Tier.HOST, Tier.DISK, nbytes=12).join()
     assert streams.moves == [(Tier.DEVICE, Tier.HOST, 12), (Tier.HOST, Tier.DISK, 12)] and streams.joined == [(2,)]
     assert links.ledger.moved == {(Tier.DEVICE, Tier.HOST): 12, (Tier.HOST, Tier.DISK): 12}
 

@@ -132,7 +132,7 @@ def is_imagined() -> bool:
 
 
 def _of_group(given: object, device: torch.device, stall_timeout_s: float, option: str) -> DirectComm:
-    """Return the Comm of a process given's or mesh's ranks, each of which calls this (collective)."""
+    """Return the Comm of a process group's or mesh's ranks, each of which calls this (collective)."""
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
             axis = (given.mesh_dim_names or ("dp",))[-1]
@@ -141,11 +141,11 @@ def _of_group(given: object, device: torch.device, stall_timeout_s: float, optio
             )
         given = given.get_group()
     if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError(f"{option}: the process given has not been started: call torch.distributed.init_process_group() first.")
+        raise ConfigError(f"{option}: the process group has not been started: call torch.distributed.init_process_group() first.")
     if not isinstance(given, dist.ProcessGroup):
         raise ConfigError(
-            f"{option}: expected a DeviceMesh, a process given, a Comm or None, got {type(given).__name__}. Each rank passes a given "
-            "that it is a member of: new_group() returns no process given to the other ranks."
+            f"{option}: expected a DeviceMesh, a process group, a Comm or None, got {type(given).__name__}. Each rank passes a group "
+            "that it is a member of: new_group() returns no process group to the other ranks."
         )
     if is_imagined():
         world = FakeComm(dist.get_rank(), dist.get_world_size(), device)
