@@ -257,3 +257,35 @@ def test_a_step_writes_nothing_that_a_slower_peer_still_reads_after_a_clip(how):
         return torch.equal(before, after)
 
     assert run_threads(2, rank_run) == [True, True]
+
+
+def test_a_write_waits_for_a_peer_that_reads_a_unit_for_the_second_time_in_a_row():
+    written = threading.Event()
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(self.block(x))
+
+    def pause(*_: object) -> None:
+        written.wait(0.5)
+
+    def rank_run(rank: int) -> bool:
+        model = seeded(Twice)
+        model, _ = zs.shard(model, torch.optim.SGD(model.parameters(), lr=1.0), units=["Linear"])
+        average, batch = zs.ema(model), torch.ones(4, 16)
+        with torch.no_grad():
+            model(batch)  # the order that is expected from now on: the block, and the block again
+            before = model.block(batch).clone()
+            average.full_state_dict()  # allocates memory that peers read: another fence is passed before the next gather
+            if rank == 1:
+                model.block.register_forward_pre_hook(pause)
+            after = model.block(batch).clone()
+            model.block.weight.mul_(2.0)
+        written.set()
+        return torch.equal(before, after)
+
+    assert run_threads(2, rank_run) == [True, True]

@@ -76,7 +76,12 @@ class Prefetcher:
                 self.gather(unit)
 
     def lives_on(self, unit: Unit, training: bool) -> bool:
-        """True if, after its forward, the unit is used again at once or before `max_live_parameters` elements are gathered."""
+        """True if, after its forward, the unit is used again at once or before `max_live_parameters` elements are gathered.
+
+        Never of a unit whose memory is that of all ranks: there is nothing to keep, and only a gather keeps a peer's next write out.
+        """
+        if not unit.releases:
+            return False
         upcoming, seen = self.schedule.upcoming(training), {unit.number}
         if upcoming[:1] == [Visit(unit.number, False)]:
             return True

@@ -258,7 +258,7 @@ class Unit:
         self.entries = ModuleEntries(groups)
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in self.gathered)
         self.gathered_numel = sum(g.layout.numel for g in self.gathered)
-        self._released = self.sharded and not any(g.values.mapped for g in self.gathered)  # mapped memory is never released
+        self.releases = self.sharded and not any(g.values.mapped for g in self.gathered)  # mapped memory is never released
         for group in self.gathered:  # nobody else has any reference yet
             group.own_references = references(group.values.full)
         self.staged = any(g.values.staged for g in self.gathered)
@@ -293,12 +293,12 @@ class Unit:
     @property
     def memories(self) -> set[int | None]:
         """Identities of the storages of gathered parameters that a release gives up; empty where nothing is ever released."""
-        return {memory_of(group.values.full) for group in self.gathered} if self._released else set()
+        return {memory_of(group.values.full) for group in self.gathered} if self.releases else set()
 
     @property
     def referred(self) -> bool:
         """True if anything but this library refers to the gathered memory."""
-        return self._released and any(group.referred for group in self.gathered)
+        return self.releases and any(group.referred for group in self.gathered)
 
     def expect(self) -> None:
         """Count the gradients that a backward brings; call it again after requires_grad of a parameter was switched."""
