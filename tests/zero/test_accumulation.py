@@ -302,11 +302,25 @@ def test_a_step_inside_accumulate_uses_what_is_held_back(stage):
 
 
 @ALL_STAGES
-def test_zero_grad_that_leaves_zeros_drops_what_is_held_back(stage):
+@pytest.mark.parametrize("before", ["nothing", "reduced", "set to None"])
+def test_zero_grad_that_leaves_zeros_drops_what_is_held_back(stage, before):
     def run(rank):
-        model, optimizer = held_back(rank, stage)
+        model, optimizer = small(stage)
+        if before != "nothing":
+            backward(model, 5, rank, None)
+        if before == "set to None":
+            for param in model.parameters():
+                param.grad = None
+        with zs.accumulate(model):
+            hold(model, rank)
         optimizer.zero_grad(set_to_none=False)
         optimizer.step()
+        if before == "set to None":
+            backward(model, 0, rank, None)
+            backward(model, 1, rank, None)
+            optimizer.step()
+            close(zs.full_state_dict(model), stepped())
+            return MODEL.state_dict()
         return zs.full_state_dict(model)
 
     for state in run_threads(WORLD, run):

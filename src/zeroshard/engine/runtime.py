@@ -609,9 +609,9 @@ class Runtime:
                 group.grads.drop()
                 group.active = [False] * len(group.specs)
             else:
-                if group.grads.reduced and any(group.active):
+                group.grads.drop_held()  # first: at stage 1 sums are held where the reduced shard rests, which is elsewhere meanwhile
+                if group.grads.reduced:
                     group.grads.zero()
-                group.grads.drop_held()
         self.forget_backwards(to_zeros=not set_to_none)
 
     def forget_backwards(self, to_zeros: bool = False) -> None:
