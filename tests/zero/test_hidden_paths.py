@@ -106,6 +106,83 @@ def test_nothing_stays_gathered_for_a_loss_that_a_module_keeps(loss):
     run_threads(2, run)
 
 
+class Kept(torch.autograd.Function):
+    """Keeps a view of the weight in its `ctx`, past the hooks of saved tensors."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight.t()
+        return x @ ctx.weight
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad @ ctx.weight.t(), grad.t() @ ctx.saved_tensors[0]
+
+
+class ReturnsNothing(nn.Module):
+    """What it computes is left in the mapping that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM) / 3)
+
+    def forward(self, state: dict) -> None:
+        state["x"] = Kept.apply(state["x"], self.weight)
+        state["weights"].append(self.weight.view(-1)[2:])
+
+
+class Mapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(ReturnsNothing() for _ in range(3)), nn.Linear(DIM, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": x, "weights": []}
+        for block in self.blocks:
+            block(state)
+        return self.last(state["x"]) + sum(weight.square().sum() for weight in state["weights"])
+
+
+@every_mode
+def test_a_forward_that_returns_nothing(mode):
+    check(Case(seeded(Mapping), normal_batches(3, 2, 4, DIM), square, optimizer=sgd), units=(ReturnsNothing,), **mode)
+
+
+class WritesAndReturnsNothing(ReturnsNothing):
+    def forward(self, state: dict) -> None:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+
+
+def test_a_forward_that_writes_its_parameters_and_returns_nothing_is_refused():
+    def run(rank):
+        model, _ = zs.shard(nn.ModuleList(seeded(WritesAndReturnsNothing) for _ in range(2)), None, **RELEASED)
+        with pytest.raises(zs.ShardedWriteError, match=r"0\.weight: written in place inside a forward"):
+            model[0]({})
+
+    run_threads(2, run)
+
+
+class WritesItsInput(nn.Module):
+    """One of its two layers is frozen, so the end of its backward is told by marks on its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.frozen, self.lin = nn.LeakyReLU(0.3, inplace=True), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(x)
+        return self.frozen(x) + self.lin(x)
+
+
+@every_mode
+def test_a_partly_frozen_unit_that_writes_its_input_in_place(mode):
+    model = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), *(WritesItsInput() for _ in range(3)), nn.Linear(DIM, 2)))
+    check(Case(model, normal_batches(3, 2, 4, DIM), square, optimizer=sgd), units=(WritesItsInput,), **mode)
+
+
 class InPlace(nn.Module):
     """Operations in place, and what nobody uses, leave nodes in the graph to which no output leads."""
 

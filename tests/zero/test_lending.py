@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lending_cases import CASES, Reaches, TiedByHand
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 from zoo import Block, Case, check, every_mode, normal_batches, same, seeded, sgd
 
 import zeroshard as zs
@@ -29,6 +30,30 @@ def test_equal_to_one_process(mode, units, name):
     build, batches, loss = CASES[name]
     tolerance = 1e-6 if "reentrant" in name else 0.0  # the gradients of both uses are reduced one after the other
     check(Case(seeded(build), batches, loss, optimizer=sgd, tolerance=tolerance), units=units, **mode)
+
+
+class RecomputesAll(nn.Module):
+    """All of it is computed again in backward, before a gradient has reached any unit that is gathered: the last one is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2)), nn.Linear(DIM, 1)
+
+    def part(self, x: Tensor) -> Tensor:
+        mean = torch.stack([block.weight for block in self.blocks]).mean(0)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x @ mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+@every_mode
+def test_recomputed_before_backward_reaches_a_unit(mode):
+    case = Case(seeded(RecomputesAll), normal_batches(3, 2, 4, DIM), lambda m, batch: m(*batch).square().mean(), optimizer=sgd)
+    threshold = {"param_persistence_threshold": DIM + 1} if mode["stage"] == 3 else {}
+    check(case, units="leaf", **mode, **threshold)
 
 
 @pytest.mark.parametrize("options", [{"overlap": False}, {"max_live_parameters": 10**6}, {"offload_param": "cpu"}], ids=str)

@@ -24,7 +24,7 @@ from ..config import Config
 from ..errors import ModelClosed, ShardedAccessError, ZeroshardError
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
-from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
+from ..utils.autograd import ended, in_backward, leads_to_all, marked, memory_of, next_node, running_forward, transforming
 from ..utils.garbage import collect_garbage
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .auto_wrap import input_dtype
@@ -159,7 +159,9 @@ class Runtime:
     @property
     def in_forward(self) -> bool:
         """True while a forward runs (recomputation in backward included): operations on parameters use gathered values then."""
-        return bool(self.forwards) or any(unit.depth for unit in self.units) or (self.in_backward and in_backward())
+        if self.forwards or any(unit.depth for unit in self.units):
+            return True
+        return self.backward is not None and in_backward()  # it may have reached the model's outputs alone, and no unit yet
 
     # -- forward ---------------------------------------------------------------------------------------------
 
@@ -255,7 +257,7 @@ class Runtime:
         unit.depth += 1
 
     def exit(self, unit: Unit, output: object) -> object:
-        """End a forward inside the unit (output None: it raised): release the unit, return the output with `_watch`'s hooks."""
+        """End a forward inside the unit (output None: it raised, or returned None): release the unit, return the output with `_watch`'s hooks."""
         if unit.depth == 0:
             return output  # `enter` raised before it counted this forward
         unit.depth -= 1
@@ -269,12 +271,13 @@ class Runtime:
             unit.entries.hide()
         if unit.pinned:  # inside zs.gathered, which releases its copies itself
             return output
+        unit.check_unwritten()
         if output is not None:
-            unit.check_unwritten()
             self.prefetcher.staged(self.in_training())  # starts the next unit's gather, on ordered communicators
-            output = self._watch(unit, output, forward.first_node)
-            if self.in_backward and unit.sharded and torch.is_grad_enabled() and not unit.piece:
-                unit.in_backward = True  # recomputed: its backward follows at once (not a tile's: other tiles come first)
+        # without an output, too: a forward that returns None may have left views or nodes in its arguments
+        output = self._watch(unit, output, forward.first_node)
+        if output is not None and self.in_backward and unit.sharded and torch.is_grad_enabled() and not unit.piece:
+            unit.in_backward = True  # recomputed: its backward follows at once (not a tile's: other tiles come first)
         if unit.in_backward or not unit.sharded:  # recomputed: the end of the unit's backward releases it
             return output
         unit.entries.swap_out()
@@ -318,8 +321,8 @@ class Runtime:
             if not (awaits and unit.expected):  # else gradients still come
                 self.leave_backward(unit)
 
-        marked = dict(zip(map(id, tensors), Marked.apply(done, *tensors), strict=True))
-        unit.inside.given = Exchanged(lambda tensor: marked.get(id(tensor), tensor), (args, kwargs))
+        views = dict(zip(map(id, tensors), marked(done, tensors), strict=True))
+        unit.inside.given = Exchanged(lambda tensor: views.get(id(tensor), tensor), (args, kwargs))
         return unit.inside.given.value
 
     def _open(self, unit: Unit, backward: bool) -> None:

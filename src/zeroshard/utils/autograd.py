@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -127,3 +127,16 @@ class Marked(torch.autograd.Function):
     def backward(ctx: _Context, *grads: Tensor) -> tuple:
         ctx.done()
         return (None, *grads)
+
+
+def marked(done: Callable[[], None], tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Return views of the tensors. Once the gradients of all of them have come, a backward calls `done`.
+
+    A single tensor is viewed by torch, so that the forward may write it in place, as nn.ReLU(inplace=True) does; `done` is not
+    called then. Torch refuses to write a view that a function like `Marked` has made.
+    """
+    if len(tensors) > 1:
+        return Marked.apply(done, *tensors)
+    view = tensors[0].view_as(tensors[0])
+    view.register_hook(lambda _: done())
+    return [view]
