@@ -33,8 +33,9 @@ def register(
     if codec is not None:
         if not isinstance(codec, Codec):
             raise ConfigError(f"register: codec: expected an object of a subclass of zeroshard.seam.Codec, got {codec!r}.")
-        if type(codec).__module__.startswith("zeroshard.") or any(codec is each.thing for each in OWN_CODECS.named.values()):
+        if type(codec).__module__.startswith("zeroshard.") or any(codec is OWN_CODECS[each] for each in OWN_CODECS):
             raise ConfigError(f"register: codec: {codec!r} has a name already: give an object of your own that has none.")
+        OWN_CODECS.check(name)
         codec.name = name  # errors say it
         return OWN_CODECS.add(name, codec)
     what, kind, found, registry = ("rest", Rest, rest, OWN_RESTS) if rest is not None else ("comm", WrappedComm, comm, OWN_COMMS)

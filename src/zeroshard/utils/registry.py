@@ -36,8 +36,8 @@ class Registry:
         self.what, self.taken = what, taken
         self.named: dict[str, Registered] = {}
 
-    def add(self, name: str, thing: object) -> Registered:
-        """Give a thing a name. Raise ConfigError if the name is taken, or none."""
+    def check(self, name: str) -> None:
+        """Raise ConfigError if a name is taken, or none."""
         if not isinstance(name, str) or not name.isidentifier():
             raise ConfigError(f"register: expected a name of letters, digits and underscores for a {self.what}, got {name!r}.")
         if name in self.taken:
@@ -47,6 +47,10 @@ class Registry:
                 f"register: {name!r} is a {self.what} of this program already, {self.named[name].thing!r}. Choose another name, or call "
                 "remove() of what register() returned then."
             )
+
+    def add(self, name: str, thing: object) -> Registered:
+        """Give a thing a name. Raise ConfigError as `check` does."""
+        self.check(name)
         self.named[name] = Registered(self, name, thing)
         return self.named[name]
 

@@ -76,7 +76,7 @@ class Streams:
         """
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return sum(square_sum(tensor) for tensor in tensors)
-        return float(torch.stack([device_square_sum(tensor) for tensor in tensors]).sum())
+        return float(device_square_sum(*tensors))
 
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:

@@ -102,6 +102,7 @@ def square_sum(tensor: Tensor) -> float:
     return sum((torch.dot(part, part).item() for part in parts), 0.0)
 
 
-def device_square_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of squares of a tensor of any device, of its norm in fp32 or wider: 0-D, fp64, and the host does not wait."""
-    return torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)).double().square()
+def device_square_sum(*tensors: Tensor) -> Tensor:
+    """Return the sum of squares of tensors on a device, from norms in fp32 or wider: 0-D, fp64, and the host does not wait."""
+    norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    return torch.stack(norms).double().square().sum()
