@@ -307,6 +307,36 @@ def test_what_was_decoded_is_encoded_to_the_same_bytes(name, state):
         assert (decoded[values > 1e-37] > 0).all()  # a divisor of the update
 
 
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_padding_does_not_set_the_scale_of_a_block(stage, name, tmp_path):
+    """Rprop's first step sizes are not zero, in padding neither: as the largest of a block they would be lost by a checkpoint."""
+
+    torch.manual_seed(0)
+    made = nn.Linear(32, 3)  # 96 elements: the second block of 64 is half padding
+
+    def states(load):
+        def rank_states(rank):
+            model = copy.deepcopy(made)
+            optimizer = torch.optim.Rprop(model.parameters(), lr=0.5)
+            zs.shard(model, optimizer, stage=stage, optimizer_states=zs.StateFormat(name, block=64, min_numel=64))
+            for step in range(0 if load else 9):
+                draw = torch.Generator().manual_seed(step)
+                model(torch.randn(4, 32, generator=draw)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if load:
+                zs.load(tmp_path, model, optimizer)
+            else:
+                zs.save(tmp_path, model, optimizer)
+            return zs.full_optimizer_state(model)["weight"]["step_size"].clone()
+
+        return run_threads(2, rank_states)[0]
+
+    saved = states(load=False)
+    assert torch.equal(states(load=True), saved)
+
+
 def test_codes_that_no_kernel_packs_are_refused():
     """The kernels know one and two codes in a byte; those of 6 bits would be written over their neighbours."""
     with pytest.raises(NotImplementedError, match="e3m2: expected codes of 4 or 8 bits, two or one in a byte, got 6"):

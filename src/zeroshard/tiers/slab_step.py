@@ -199,12 +199,28 @@ class SlabStepper(SlabStep):
             if is_column(value, (stop - start,)):
                 if name not in slab.parts:
                     self._bring(slab, name, slab.job.run.states.shared(name, value.dtype), read=False, write=True)
+                if isinstance(slab.parts[name], CodedStretch):
+                    _level_padding(slab, start, value)
                 _put(slab.parts[name], start, stop, value)
 
 
 def _opened(part: Tensor | Stretch, start: int, stop: int) -> Tensor:
     """Return elements [start, stop) of a part as the optimizer has them: a view, or a copy of what rests in another form."""
     return part.part(start, stop).open() if isinstance(part, Stretch) else part[start:stop]
+
+
+def _level_padding(slab: Slab, start: int, value: Tensor) -> None:
+    """Give padding the value of the element before it, so that it does not set the scale of a block (Rprop's first step sizes would).
+
+    Checkpoints hold no padding: with a scale that comes from it, a loaded state would be encoded to other values.
+    """
+    group, first = slab.job.run.group, slab.begin + start
+    for index in slab.job.run.indices:
+        begin, end = group.masters.range(index)
+        held = group.layout.slots[index].numel if group.masters.whole else group.homes[index].piece.numel
+        last, end = begin + held - first, min(end - first, value.numel())
+        if 0 < last < end:
+            value[last:end] = value[last - 1]
 
 
 def _put(part: Tensor | Stretch, start: int, stop: int, value: Tensor) -> None:
