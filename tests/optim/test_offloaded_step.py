@@ -127,3 +127,24 @@ def test_a_first_step_that_makes_more_states_than_foreseen(tmp_path):
     expected = run_threads(1, trained, [True, True], plain, two_groups)[0][0]
     got = run_threads(1, trained, [True, True], offloaded, two_groups)[0][0]
     assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+def test_a_clipped_gradient_is_rounded_once_wherever_it_rests(tier, tmp_path):
+    """fp32 gradients of parameters that are stepped in bf16: times the clip's factor in fp32, then to bf16."""
+
+    def run(offload):
+        model = seeded(lambda: nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        options = {"precision": "bf16", "master_weights": False, "gradient_dtype": torch.float32, "stage": 2}
+        if offload is not None:
+            options |= {"offload_optimizer": {"device": "cpu", "fused": False}, "offload_path": str(tmp_path)}
+            options |= {"offload_gradient": {"device": offload, "any_filesystem": True}}
+        model, optimizer = zs.shard(model, optimizer, **options)
+        for scale in (1.0, 0.7):
+            model(torch.linspace(-scale, 1, 512).view(8, 64)).float().square().sum().backward()
+        zs.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        return zs.full_optimizer_state(model)["weight"]["momentum_buffer"]
+
+    assert torch.equal(run(tier), run(None))

@@ -97,6 +97,13 @@ def _foreach_on_gpu(options: Options) -> bool:
     return not (chosen or looped)
 
 
+def scaled(grad: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """Return a gradient times a factor, in the wider of its dtype and `dtype`, then rounded once to `dtype`; a view if nothing changes."""
+    if factor == 1.0:
+        return grad.to(dtype)
+    return grad.to(torch.promote_types(grad.dtype, dtype)).mul(factor).to(dtype)
+
+
 def hashable(value: object) -> Hashable:
     """Return a hashable value that is equal for equal scalars."""
     if isinstance(value, Tensor):

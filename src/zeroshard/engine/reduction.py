@@ -44,6 +44,7 @@ from .comm.pool import StagingPool
 from .flat_buffer import slot_views
 from .flat_layout import FlatLayout
 from .freezing import Freezing
+from .inner_optimizer import scaled
 from .ledger import GRADIENTS, PARTIAL, claimed
 from .rest import Rest, Tiers
 from .unit import ParamGroup, Unit
@@ -562,12 +563,11 @@ class GradientBuffer:
     def in_step(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return elements [start, stop) of the reduced shard (REPLICATED: of the whole gradient) in the optimizer's dtype.
 
-        `factor` is applied after the cast: a clipped bf16 gradient is rounded once, and small fp16 gradients, which the loss
+        `factor` is applied in the wider of both dtypes: a clipped gradient is rounded once, and small fp16 gradients, which the loss
         scale has kept from underflow, do not vanish when the loss scale is divided out.
         """
         self.wait_at_rest()
-        part = (self.full[start:stop] if self.replicated else self._at_rest(start, stop)).to(dtype)
-        return part if self.factor == 1.0 else part.mul(self.factor)
+        return scaled(self.full[start:stop] if self.replicated else self._at_rest(start, stop), self.factor, dtype)
 
     def store(self, start: int, source: Tensor) -> None:
         """Write `source` to the reduced shard, from element `start` on (after `load` of the same elements)."""

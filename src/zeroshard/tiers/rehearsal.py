@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Tier
-from ..engine.inner_optimizer import inner_copy
+from ..engine.inner_optimizer import inner_copy, scaled
 from ..engine.optimizer import OptimizerCore
 from ..engine.rest import Tiers
 from ..engine.runs import Run
@@ -136,7 +136,7 @@ class Rehearsal:
         closed = {"": param, **state}
         opened = {name: each.open() if isinstance(each, Stretch) else each for name, each in closed.items()}
         leaf = nn.Parameter(opened.pop(""))
-        leaf.grad = grad.to(self.dtype) if self.factor == 1.0 else grad.to(self.dtype) * self.factor
+        leaf.grad = scaled(grad, self.factor, self.dtype)
         self.inner.param_groups = [{**self.options, "params": [leaf]}]
         self.inner.state = defaultdict(dict, {leaf: opened} if opened else {})
         self.inner.step()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..config import Tier
-from ..engine.inner_optimizer import State, fresh, step_alone
+from ..engine.inner_optimizer import State, fresh, scaled, step_alone
 from ..engine.rest import MemoryRest, Rest
 from ..engine.steppers import Job, SlabStep
 from ..tensor.state_column import is_column
@@ -189,7 +189,7 @@ class SlabStepper(SlabStep):
 
     def _step_class(self, job: Job, param: Tensor, grad: Tensor, state: State) -> State:
         """Step a chunk with the optimizer's own class; return the states afterwards."""
-        grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
+        grad = scaled(grad, job.factor, param.dtype)
         vars(self.inner).update(fresh(job.attributes))  # as before the step: else each chunk would advance them once more
         return step_alone(self.inner, job.options, param, grad, state)[1]
 
