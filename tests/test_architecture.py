@@ -29,14 +29,14 @@ LAYERS = (
     ("engine",),  # ring 0
     house.RING_1,  # services
     ("comm", "testing"),  # ranks of one host, ranks as threads
-    ("registering",),
+    ("assembly.registering",),
     ("seam",),  # what all that follows uses of the engine
     ("optim",),  # optimizers
     ("activations",),  # checkpointing, partitioning, offload, tiling
-    ("checkpoint", "data", "auto_stage"),
-    ("lr_schedulers",),  # this and what follows put rings and satellites together
-    ("sharded_optimizer",),
-    ("late_optimizer",),
+    ("checkpoint", "data", "assembly", "assembly.auto_stage"),
+    ("assembly.lr_schedulers",),  # this and what follows put rings and satellites together
+    ("assembly.sharded_optimizer",),
+    ("assembly.late_optimizer",),
     ("api",),
     ("parallel",),
     ("public", "__init__", "io"),  # the names of zeroshard, which __init__.py shows

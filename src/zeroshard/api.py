@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from .auto_stage import choose, is_auto
+from .assembly.auto_stage import choose, is_auto
+from .assembly.late_optimizer import watch
+from .assembly.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from .axes import distributed
 from .axes.along_axis import check_axes, connect
 from .axes.tiled_parameter import join, parts_in
@@ -48,11 +50,9 @@ from .guard.model_changes import ModelWatch, ValueWatch
 from .guard.out_of_memory import tell, telling_shortage
 from .guard.rank_consistency import agree_on_initial_values, check_same_model
 from .guard.shared_storage import check_sharing
-from .late_optimizer import watch
 from .optim.take_over import TakeOver
 from .optim.validation import check_optimizer
 from .seam import Engine
-from .sharded_optimizer import ShardedOptimizer, shard_optimizer
 from .state.parameter_access import whole_states
 from .state.slices import named_parts
 from .state.state_view import state_by_param

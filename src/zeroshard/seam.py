@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .assembly.registering import register
 from .axes.along_axis import Line
 from .comm.wrapped import WrappedComm
 from .config import Config, Tier
@@ -58,7 +59,6 @@ from .errors import ConfigError
 from .guard import telling
 from .guard.uneven import Batch, Together, joining
 from .packing.codecs import Codec
-from .registering import register
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.parameter_info import ParameterInfo, info_of, memory_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of

@@ -18,7 +18,7 @@ from optimizers import ALL_STAGES, DATA, MODEL, OPTIMIZERS, WORLD, backward
 from torch import nn
 
 import zeroshard as zs
-from zeroshard import late_optimizer
+from zeroshard.assembly import late_optimizer
 from zeroshard.comm.launch import run_processes
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.formats.state_codecs import coded_column

@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
-from zeroshard import auto_stage
+from zeroshard.assembly import auto_stage
 from zeroshard.comm.fake import FakeComm
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.errors import ConfigError

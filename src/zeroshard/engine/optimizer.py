@@ -1,6 +1,6 @@
 """The step of a sharded optimizer: flat shards are stepped in place of parameters, by an *inner* optimizer of the user's class.
 
-The user's own object (sharded_optimizer.py) calls it. One step has three phases:
+The user's own object (assembly/sharded_optimizer.py) calls it. One step has three phases:
 
     agree     local square sums -> global norm; non-finite anywhere: every rank skips
     update    scale (clip, loss scale), masters <- inner optimizer, parameters <- masters

@@ -82,7 +82,9 @@ class Runtime:
         self.comm, self.watches = topology.control, watches
         self.moved = tiers.make_away()
         self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
-        self.awaiting: weakref.WeakSet[Any] = weakref.WeakSet()  # made since zs.shard and not used yet (late_optimizer.py)
+        self.awaiting: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # made since zs.shard and not used yet (assembly/late_optimizer.py)
         self.model_watch = ModelWatch()  # zs.shard sets one that notices
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)

@@ -11,7 +11,7 @@ from planned import hardware
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
-from zeroshard import auto_stage
+from zeroshard.assembly import auto_stage
 from zeroshard.cli import main
 from zeroshard.comm.fake import FakeComm, Imagination, imagination
 from zeroshard.config import Config, Tier

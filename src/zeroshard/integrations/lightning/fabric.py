@@ -24,7 +24,7 @@ from ...seam import engine_behind
 from .sharding import Sharding, whole_state_dict
 
 if TYPE_CHECKING:
-    from ...sharded_optimizer import ShardedOptimizer
+    from ...assembly.sharded_optimizer import ShardedOptimizer
 
 
 class _Around(nn.Module):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # Lightning may be installed under another name
     from lightning.fabric.plugins import CheckpointIO, Precision
     from lightning.fabric.strategies import DDPStrategy
 
-    from ...sharded_optimizer import ShardedOptimizer
+    from ...assembly.sharded_optimizer import ShardedOptimizer
 else:
     DDPStrategy = object  # each package's own is the second base of the derived classes
 

@@ -11,25 +11,25 @@ from typing import Any, NoReturn
 
 import torch
 
-from .config import Placement, Tier
-from .engine.inner_optimizer import Options, inner_copy
-from .engine.optimizer import OptimizerCore, StepRecord
-from .engine.parameter import ParamHome
-from .engine.runtime import Runtime
-from .engine.steppers import Steppers
-from .errors import ConfigError, ShardedAccessError
-from .guard.out_of_memory import telling
+from ..config import Placement, Tier
+from ..engine.inner_optimizer import Options, inner_copy
+from ..engine.optimizer import OptimizerCore, StepRecord
+from ..engine.parameter import ParamHome
+from ..engine.runtime import Runtime
+from ..engine.steppers import Steppers
+from ..errors import ConfigError, ShardedAccessError
+from ..guard.out_of_memory import telling
+from ..optim.validation import check_members
+from ..optim.whole_matrix import whole_parameters
+from ..state.state_storage import WholeState
+from ..state.state_view import ParameterState, StateByParameter, load_state, state_by_param
+from ..tiers.cpu_kernels import matches
+from ..tiers.host_step import DelayedStep, HostStepper
+from ..tiers.slab_step import SlabStepper
+from ..tiers.storage import FurtherTiers
+from ..utils.torch_compat import OWN_UNSCALING
+from ..values.whole_step import WholeStepper
 from .lr_schedulers import respect_skipped_steps, rewrap_for_schedulers
-from .optim.validation import check_members
-from .optim.whole_matrix import whole_parameters
-from .state.state_storage import WholeState
-from .state.state_view import ParameterState, StateByParameter, load_state, state_by_param
-from .tiers.cpu_kernels import matches
-from .tiers.host_step import DelayedStep, HostStepper
-from .tiers.slab_step import SlabStepper
-from .tiers.storage import FurtherTiers
-from .utils.torch_compat import OWN_UNSCALING
-from .values.whole_step import WholeStepper
 
 
 def homes_of(groups: list[Options]) -> list[ParamHome]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.optim import lr_scheduler
 
-from .engine.optimizer import Tally
+from ..engine.optimizer import Tally
 
 
 def respect_skipped_steps() -> None:

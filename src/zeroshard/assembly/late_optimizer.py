@@ -3,7 +3,7 @@
     zs.shard(model, stage=3)
     optimizer = torch.optim.AdamW(model.parameters())     the object's class becomes a subclass with LateOptimizer ...
     model(batch).backward()
-    optimizer.step()                                      ... and here that of a sharded optimizer (sharded_optimizer.py)
+    optimizer.step()                                      ... and here that of a sharded optimizer (assembly/sharded_optimizer.py)
 
 torch has no hook for an optimizer that is made. So `watch` patches `Optimizer.add_param_group`, which gives each its parameters,
 once per process. There the constructor is not over, so nothing is taken over yet, and until its first use the object is an ordinary
@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .config import Tier
-from .engine.ledger import OPTIMIZER
-from .engine.optimizer import OptimizerCore, Tally
-from .errors import ConfigError, ModelClosed
-from .formats.state_plans import state_plans
-from .guard.rank_consistency import check_alike, described_optimizer
+from ..config import Tier
+from ..engine.ledger import OPTIMIZER
+from ..engine.optimizer import OptimizerCore, Tally
+from ..errors import ConfigError, ModelClosed
+from ..formats.state_plans import state_plans
+from ..guard.rank_consistency import check_alike, described_optimizer
+from ..optim.take_over import TakeOver
+from ..optim.validation import check_optimizer, held_optimizers
+from ..tiers.estimate import Place
+from ..tiers.room import check_room
+from ..utils.autograd import in_backward
 from .lr_schedulers import respect_skipped_steps
-from .optim.take_over import TakeOver
-from .optim.validation import check_optimizer, held_optimizers
 from .sharded_optimizer import OfShardedModel, derived, homes_of, runtimes_of, shard_optimizer
-from .tiers.estimate import Place
-from .tiers.room import check_room
-from .utils.autograd import in_backward
 
 if TYPE_CHECKING:
     _Optimizer = torch.optim.Optimizer

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .comm.topology import check, imagined_topology
-from .config import CHOICES, DEVICE_NAMES, STATES, Config, Tier
-from .engine.comm.base import DirectComm
-from .engine.comm.messages import exchange_values
-from .engine.parameter import ParamSpec
-from .engine.shard_model import Inventory
-from .engine.topology import Parts
-from .errors import ConfigError, ZeroshardError
-from .formats.state_plans import state_plans
-from .tiers.room import held_by
-from .utils import torch_compat
-from .utils.host import host_identity
-from .utils.host_memory import limits
-from .utils.tensor_tree import find_tensors
-from .utils.torch_compat import FakeTensorMode, without_fake_logs
+from ..comm.topology import check, imagined_topology
+from ..config import CHOICES, DEVICE_NAMES, STATES, Config, Tier
+from ..engine.comm.base import DirectComm
+from ..engine.comm.messages import exchange_values
+from ..engine.parameter import ParamSpec
+from ..engine.shard_model import Inventory
+from ..engine.topology import Parts
+from ..errors import ConfigError, ZeroshardError
+from ..formats.state_plans import state_plans
+from ..tiers.room import held_by
+from ..utils import torch_compat
+from ..utils.host import host_identity
+from ..utils.host_memory import limits
+from ..utils.tensor_tree import find_tensors
+from ..utils.torch_compat import FakeTensorMode, without_fake_logs
 
 AUTO = "auto"
 _UNKNOWN = 1 / 3  # fraction of the device left for activations if no sample tells their size

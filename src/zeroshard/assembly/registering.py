@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 
-from .comm.backend_select import OWN_COMMS
-from .comm.wrapped import WrappedComm
-from .config import OWN_RESTS
-from .engine.rest import Rest
-from .errors import ConfigError
-from .packing.codecs import Codec
-from .utils.compression import OWN_CODECS
-from .utils.registry import Registered
+from ..comm.backend_select import OWN_COMMS
+from ..comm.wrapped import WrappedComm
+from ..config import OWN_RESTS
+from ..engine.rest import Rest
+from ..errors import ConfigError
+from ..packing.codecs import Codec
+from ..utils.compression import OWN_CODECS
+from ..utils.registry import Registered
 
 
 def register(
