@@ -5,7 +5,7 @@ engine = engine_of(model)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,6 +54,7 @@ from .engine.runtime import Runtime, runtime_of
 from .engine.saved_parameters import SavedParameters
 from .engine.sizes import BUFFERS, Group, rests_away
 from .engine.topology import Parts, Topology, needed
+from .engine.unit import Unit
 from .engine.user_hooks import ONE_OPTIMIZER, other_optimizers
 from .errors import ConfigError
 from .guard import telling
@@ -229,6 +230,46 @@ class Engine:
         """Return each sharded parameter with the tensor that stands in its place while it is gathered."""
         groups = [group for group in self._runtime.groups if group.values.sharded]
         return [pair for group in groups for pair in zip(group.params, group.compute, strict=True)]
+
+    def unshard(self, modules: Collection[nn.Module]) -> Callable[[], None]:
+        """Start to gather what forwards of these modules gather (collective). The function returned waits, and puts whole parameters
+        into the modules, until their next forward or backward ends, a step, or `reshard`."""
+        units = [unit for unit in self._units_of(modules) if unit.sharded and not unit.in_use]
+        for unit in units:
+            self._runtime.attendance.gather(unit)
+
+        def wait() -> None:
+            for unit in units:
+                unit.wait_for_unshard()
+                unit.entries.swap_in()
+                unit.lent = True  # autograd may save its parameters without the hooks of a forward
+
+        return wait
+
+    def reshard(self, modules: Collection[nn.Module]) -> None:
+        """Release what forwards of these modules gather, unless a forward or a backward uses it."""
+        for unit in self._units_of(modules):
+            if unit.sharded and not unit.in_use:
+                unit.entries.swap_out()
+                unit.reshard()
+
+    def _units_of(self, modules: Collection[nn.Module]) -> list[Unit]:
+        return [unit for unit in self._runtime.units if any(module in modules for module in unit.modules)]
+
+    def divide_gradients(self, modules: Collection[nn.Module], factor: float) -> None:
+        """Let gradients of what forwards of these modules gather be the sum over ranks divided by `factor`, not by their number."""
+        for group in (group for unit in self._units_of(modules) for group in unit.trainable):
+            ranks = group.gradients.comm.world_size * group.gradients.comm.replicas
+            group.gradients.summed = group.topology.summed * ranks / factor
+
+    def show(self, mesh: Any, placements: tuple[Any, ...]) -> None:
+        """Let sharded parameters show a DeviceMesh and placements, as DTensors do."""
+        self._runtime.shown = mesh, placements
+
+    def recover(self) -> None:
+        """Clear what a forward or backward that raised has left on this rank, and drop the gradients."""
+        self._runtime.recover()
+        self._runtime.zero_grad()
 
     def modules_of_units(self) -> list[tuple[str, list[nn.Module]]]:
         """Return the name of each unit, and the modules whose forwards gather it."""

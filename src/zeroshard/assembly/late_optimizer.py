@@ -133,6 +133,13 @@ class LateOptimizer(_Optimizer):
         taken.tell(runtime.comm.rank)
 
 
+def expect(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer become that of a sharded model at its first use, if its groups hold such a model's parameters by then."""
+    if not isinstance(optimizer, (LateOptimizer, OfShardedModel)):
+        respect_skipped_steps()
+        optimizer.__class__ = derived(type(optimizer), LateOptimizer)
+
+
 @functools.cache
 def watch() -> None:
     """From now on notice optimizers of sharded parameters. It acts on the whole process, and once."""

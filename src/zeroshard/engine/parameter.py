@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -119,6 +119,10 @@ class ParamHome(Home):
     def unit(self) -> str:
         return self.group.unit.name
 
+    @property
+    def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
+        return self.group.runtime.shown
+
     def fetch(self, gradient: bool) -> Tensor:
         """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
         return self.group.gradients.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
@@ -142,6 +146,13 @@ class ParamHome(Home):
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.values.rest.store(self.begin + offset, local)
         self.group.masters.dirty.add(self.index)
+
+    def after_copy(self, given: Tensor) -> None:
+        masters = self.group.masters
+        if masters.rest is not None:
+            rest, begin = masters.slice(self.index)
+            rest.store(begin, given)
+            masters.dirty.discard(self.index)
 
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.refuse_gradient_write()

@@ -81,6 +81,7 @@ class Runtime:
         self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
         self.comm, self.watches = topology.control, watches
         self.moved = tiers.make_away()
+        self.shown: tuple[Any, tuple[Any, ...]] | None = None  # DeviceMesh and placements that sharded parameters show
         self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
         self.awaiting: weakref.WeakSet[Any] = (
             weakref.WeakSet()

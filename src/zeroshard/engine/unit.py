@@ -420,6 +420,7 @@ class Unit:
     def invalidate(self) -> None:
         """Drop copies made ahead of use and wait until no copy reads the shards: the shards are about to be written."""
         if not self.in_use:
+            self.entries.swap_out()  # of a unit that the program has gathered itself (Engine.unshard)
             self.reshard()
             self.cancel_fetch()
         for group in self.groups:

@@ -51,6 +51,11 @@ class Home:
         return False
 
     @property
+    def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
+        """DeviceMesh and placements that the tensor shows to code that asks a DTensor for them; None: it shows none."""
+        return None
+
+    @property
     def unit(self) -> str:
         """Name of the module whose forward gathers the tensor; "" where the model has no such module."""
         return ""
@@ -77,6 +82,9 @@ class Home:
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         """Store `local` (n,) as elements [offset, offset + n) of a parameter's slice, after a write to a view or copy of it."""
+
+    def after_copy(self, given: Tensor) -> None:
+        """Copy `given` (n,), which was copied to a parameter's slice and stored, to the master too, which may be more precise."""
 
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         """Store `local` (n,) as elements [offset, offset + n) of the gradient's slice, after a write to a view or copy of it."""
@@ -138,6 +146,10 @@ class DerivedHome(Home):
     @property
     def distributed(self) -> bool:
         return self.parent.distributed
+
+    @property
+    def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
+        return self.parent.shown
 
     @property
     def traced(self) -> bool:

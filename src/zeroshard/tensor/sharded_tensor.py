@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
-from typing import SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +135,21 @@ class ShardedTensor(HasChunks, HasNoMemory):
     def tolist(self) -> list:  # type: ignore[override]
         """Return the elements of a result (collective); raise ShardedAccessError for a parameter or a gradient."""
         return self.full_tensor().tolist() if self._computed else self.numpy()
+
+    @property
+    def device_mesh(self) -> Any:
+        """The DeviceMesh that the tensor's model was given, where the model shows it (zeroshard.fsdp)."""
+        return self._shown("device_mesh")[0]
+
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """Placements by which to distribute a whole tensor that is to be copied to this one, where the model shows them."""
+        return self._shown("placements")[1]
+
+    def _shown(self, name: str) -> tuple[Any, tuple[Any, ...]]:
+        if self._home.shown is None:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return self._home.shown
 
     def to_local(self) -> Tensor:
         """Return this rank's slice (stop - start,), sharing memory: read only; write to the sharded tensor. Differentiable."""
@@ -406,6 +421,8 @@ def _copy_(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     local = target._local
     local.copy_(given)
     target._end_write(local)
+    if target._of_parameter and torch.promote_types(given.dtype, local.dtype) != local.dtype:
+        target._home.after_copy(given)
     return target
 
 

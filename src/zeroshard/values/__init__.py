@@ -2,7 +2,7 @@
 
 from .ddp_interface import take_interface
 from .gathered_parameters import Gathering, home_of, is_gathered, refuse
-from .init_context import BirthHome, cut_module, cut_whole, is_born, whole_births
+from .init_context import BirthHome, cut_module, cut_whole, is_born, values_to_come, whole_births
 
 __all__ = [
     "BirthHome",
@@ -14,5 +14,6 @@ __all__ = [
     "is_gathered",
     "refuse",
     "take_interface",
+    "values_to_come",
     "whole_births",
 ]

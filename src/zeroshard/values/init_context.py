@@ -23,6 +23,7 @@ import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Container, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -363,6 +364,19 @@ def whole_births() -> Iterator[None]:
         cut_whole()
 
 
+_to_come: ContextVar[bool] = ContextVar("values to come", default=False)
+
+
+@contextlib.contextmanager
+def values_to_come() -> Iterator[None]:
+    """Context in which zs.shard allocates parameters and buffers of the meta device, and leaves their values to the program."""
+    token = _to_come.set(True)
+    try:
+        yield
+    finally:
+        _to_come.reset(token)
+
+
 def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], stored: Container[str] | None) -> None:
     """Allocate meta-device buffers, and initialise buffers and parameters that get no values from a checkpoint.
 
@@ -376,7 +390,7 @@ def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], 
                 undefined.append(f"{prefix}.{name}" if prefix else name)
     if stored is not None:
         made_on_meta, undefined = set(), [name for name in undefined if own_name(model, name) not in stored]
-    if (undefined or made_on_meta) and not isinstance(torch.empty(0), torch_compat.FakeTensor):  # a dry run has no values
+    if (undefined or made_on_meta) and not _to_come.get() and not isinstance(torch.empty(0), torch_compat.FakeTensor):  # a dry run has no values
         initialise(model, made_on_meta, undefined)
 
 

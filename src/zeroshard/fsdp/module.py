@@ -1,0 +1,276 @@
+"""FSDPModule: the class of a module that was given to fully_shard, with FSDP2's methods."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.fsdp import UnshardHandle
+
+from ..errors import ConfigError, ModelChanged, ShardedAccessError
+from ..seam import Engine
+from ..values.method_forward import register_forward
+from .sharding import STATE, Call, call_of
+
+_classes: dict[type, type] = {}  # a program's class -> its subclass
+
+
+def become_fsdp(module: nn.Module) -> None:
+    """Change the class of a module to a subclass of FSDPModule and its own class."""
+    own = type(module)
+    if own not in _classes:
+        _classes[own] = type(own)(f"FSDP{own.__name__}", (FSDPModule, own), {"_plain_class": own, "__module__": own.__module__})
+    module.__class__ = _classes[own]
+
+
+class _Handle(UnshardHandle):
+    """Handle of `unshard(async_op=True)`."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait: Callable[[], None] | None = wait
+
+    def wait(self) -> None:
+        """Wait for the gather; whole parameters are in the modules then."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+
+class FSDPModule(torch_fsdp.FSDPModule):
+    """Mixin of modules that fully_shard was called on; also an instance of torch.distributed.fsdp.FSDPModule.
+
+    The first use of the model's parameters shards the model (sharding.py). Methods that only choose how FSDP2 overlaps its own
+    collectives are taken: zeroshard learns the order of units in the first step.
+    """
+
+    _plain_class: type[nn.Module]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object of the program's class, since nn.Sequential makes its slices by `type(self)(...)`."""
+        made = cls._plain_class.__new__(cls._plain_class)
+        made.__init__(*args, **kwargs)  # type: ignore[misc]
+        return made
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        raise ShardedAccessError("a module that was given to fully_shard can not be copied: copy it before, or load its state_dict().")
+
+    # -- first uses -----------------------------------------------------------------------------------------
+
+    def _ready(self) -> Call:
+        call = call_of(self)  # type: ignore[arg-type]
+        return call.root or call.complete()
+
+    @torch.compiler.disable
+    def _enter(self) -> None:
+        root = self._ready()
+        if not root.entered or root is call_of(self):  # type: ignore[arg-type]
+            root.entered = True
+            self._check_sync(root)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._enter()
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        self._ready()
+        return super().parameters(recurse)  # type: ignore[misc]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._ready()
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._ready()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._ready()
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Apply a conversion (`to`, `cuda`, `to_empty`) to buffers. Parameters have their device and dtype from fully_shard on.
+
+        Raise ModelChanged if the conversion would change the dtype of parameters, or move them to another device.
+        """
+        self._ready()
+        modules = list(self.modules()) if recurse else [self]  # type: ignore[attr-defined,list-item]
+        for module in modules:
+            for name, param in module.named_parameters(recurse=False):  # type: ignore[attr-defined]
+                probe = torch.empty(0, dtype=param.dtype, device=param.device)
+                after = fn(probe)
+                if after.dtype != probe.dtype or (after.device.type != probe.device.type and not after.is_meta):
+                    raise ModelChanged(
+                        f"{type(self).__name__}: parameter {name} would be converted from {probe.dtype} on {probe.device} to {after.dtype} on "
+                        f"{after.device} after fully_shard. Convert the module before it, or use mp_policy, or zs.offload_states(model)."
+                    )
+                break
+            for name, buffer in module.named_buffers(recurse=False):  # type: ignore[attr-defined]
+                module._buffers[name] = fn(buffer)  # type: ignore[attr-defined]
+        return self
+
+    # -- gathering ------------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._ready().engine
+        assert engine is not None
+        return engine
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the unit's parameters (collective). async_op: return a handle whose `wait` puts them into the modules."""
+        handle = _Handle(self._engine.unshard(call_of(self).managed()))  # type: ignore[arg-type]
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Release the unit's gathered parameters; no-op while a forward or backward uses them."""
+        if call_of(self).root is not None:  # type: ignore[arg-type]
+            self._engine.reshard(call_of(self).managed())  # type: ignore[arg-type]
+
+    def reset_iter_state(self) -> None:
+        """Clear what a forward or backward that raised has left, and drop the gradients. Call it on the model's root."""
+        self._engine.recover()
+
+    # -- gradients ------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set whether the backwards that follow reduce gradients; every rank, and every unit of a model, must have the same."""
+        for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
+            if STATE in module.__dict__:
+                call_of(module).sync = bool(requires_gradient_sync)
+        call = call_of(self)  # type: ignore[arg-type]
+        root = self._ready()
+        if call is root:
+            root.module.require_backward_grad_sync = bool(requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether gradients are summed over the replicas of a mesh of two axes. Here both sums are held back together."""
+        self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+
+    def _check_sync(self, root: Call) -> None:
+        for module in root.tree():
+            call = module.__dict__.get(STATE)
+            if call is not None and call.sync is not root.sync:
+                raise ConfigError(
+                    f"set_requires_gradient_sync({call.sync}) on {type(module).__name__} alone: all units of a model reduce together here. Call it on "
+                    "the model's root, with recurse=True."
+                )
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Let the unit's reduced gradients be the sum over ranks divided by `factor`; by default it is their number."""
+        if not factor > 0:
+            raise ConfigError(f"set_gradient_divide_factor: expected a number above 0, got {factor!r}.")
+        call = call_of(self)  # type: ignore[arg-type]
+        call.factor = factor
+        if call.root is not None:
+            self._engine.divide_gradients(call.managed(), factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Deprecated name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    # -- what only chooses how FSDP2 overlaps its collectives: taken, without effect on any number --------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Take FSDP2's setting. Here every backward waits for its reductions."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Take FSDP2's setting. Here a unit that is used next stays gathered, and others are released."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(f"set_reshard_after_forward: expected a bool, got {type(reshard_after_forward).__name__}.")
+        call = call_of(self)  # type: ignore[arg-type]
+        if call.root is None:
+            for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
+                if STATE in module.__dict__:
+                    call_of(module).reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Take FSDP2's setting. Here a unit is released after its backward."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Take FSDP2's setting. Here the order of the first step says what is gathered ahead."""
+        _check_modules(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """Take FSDP2's setting. Here the order of the first step says what is gathered ahead."""
+        _check_modules(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Take FSDP2's setting. Here a unit is gathered in backward when a gradient reaches it."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Take FSDP2's setting. Here gradients are summed, and scaled as they are added."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Take FSDP2's setting. Here ranks may always use different parameters."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Take FSDP2's setting. Here buffers of constant number and size are sent from."""
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Take FSDP2's setting."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Take FSDP2's setting. Here a gather waits for the step that wrote what it reads."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Take FSDP2's setting."""
+
+    # -- what has no counterpart ------------------------------------------------------------------------------
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take FSDP2's setting, with a warning: buffers come from torch's allocator."""
+        _unused("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Take FSDP2's setting, with a warning: buffers come from torch's allocator."""
+        _unused("set_symm_mem_for_comm")
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Raise ConfigError: zeroshard's communicators are others (`zeroshard.seam.register(comm=)`)."""
+        _refuse("set_custom_all_gather", "register a communicator with zeroshard.seam.register(name, comm=...)")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Raise ConfigError: zeroshard's communicators are others (`zeroshard.seam.register(comm=)`)."""
+        _refuse("set_custom_reduce_scatter", "register a communicator with zeroshard.seam.register(name, comm=...)")
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
+        """Raise ConfigError: a gradient is whole on no rank."""
+        _refuse("set_all_reduce_hook", "use a mesh of two axes for HSDP, or change p.grad before the step")
+
+    def _get_fsdp_state(self) -> NoReturn:
+        raise ConfigError(
+            f"{type(self).__name__}._get_fsdp_state: this module is sharded by zeroshard.fsdp, which has no FSDPState. For its units and "
+            "buffers: zs.report(model), zeroshard.seam.engine_of(model)."
+        )
+
+
+def _check_modules(modules: list[Any]) -> None:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(f"expected modules that fully_shard was called on, got {type(module).__name__}.")
+
+
+def _unused(name: str) -> None:
+    warnings.warn(f"zeroshard.fsdp: {name} has no effect: buffers for communication come from torch's allocator.", stacklevel=3)
+
+
+def _refuse(name: str, remedy: str) -> NoReturn:
+    raise ConfigError(f"zeroshard.fsdp does not serve {name}: {remedy}.")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method of the module gather its unit as a forward does; no-op for a module that fully_shard was not called on."""
+    if isinstance(module, FSDPModule):
+        register_forward(module, method_name)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Take FSDP2's setting. Here models of one device share its streams."""
+    _check_modules(modules)
