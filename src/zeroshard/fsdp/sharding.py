@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 STATE = "_zeroshard_fsdp"  # entry of a module's __dict__: the Call that named it
 _waiting: weakref.WeakSet[Call] = weakref.WeakSet()
+_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _lock = threading.RLock()  # ranks may be threads
 
 
@@ -138,6 +139,7 @@ class Call:
                 "whole model, the inner modules first, before the first forward."
             )
         close(self.module)
+        _sharded.discard(self.module)
         self.engine = None
         for module in self.tree():
             call = module.__dict__.get(STATE)
@@ -250,6 +252,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     if mesh is not None:
         root.engine.show(mesh, (Replicate(),) * (mesh.ndim - 1) + (FlatShard(0),))
     serve_states(model, root.engine)
+    _sharded.add(model)
 
 
 def _ranks_of(mesh: DeviceMesh, model: nn.Module) -> dict[str, Any]:
@@ -270,6 +273,11 @@ def complete_owners(params: Iterable[Any]) -> None:
     for call in waiting:
         if call.root is None and any(id(param) in wanted for module in call.modules for param in nn.Module.parameters(module)):
             call.complete()
+
+
+def sharded_models() -> list[nn.Module]:
+    """Return the models of this process that this door has sharded, and that are not closed."""
+    return list(_sharded)
 
 
 def call_of(module: nn.Module | FSDPModule) -> Call:

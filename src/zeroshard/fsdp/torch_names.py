@@ -1,11 +1,15 @@
-"""Private names of torch that this door replaces: two functions by which torch.distributed.checkpoint.state_dict moves tensors.
+"""Names of torch that this door replaces: two private functions, by which torch.distributed.checkpoint.state_dict moves tensors;
+and, for a script that is not changed (`python -m zeroshard.fsdp`), FSDP2's public names.
 
 torch gathers and cuts DTensors alone, and takes any other tensor for a whole one. The functions here see to sharded tensors first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -60,3 +64,20 @@ def _whole(tree: Any, ranks_only: tuple[int, ...], on_host: bool) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_whole(value, ranks_only, on_host) for value in tree)
     return tree
+
+
+_SHOWN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
+
+
+def install() -> None:
+    """Put this door's names in the place of FSDP2's in the modules of torch that show them. Call it before programs import them."""
+    from . import module, sharding
+
+    own = {name: getattr(module, name) for name in ("FSDPModule", "register_fsdp_forward_method", "share_comm_ctx")}
+    own["fully_shard"] = sharding.fully_shard
+    for where in _SHOWN:
+        with contextlib.suppress(ImportError):
+            shown = importlib.import_module(where)
+            for name, value in own.items():
+                if name in vars(shown) and not inspect.ismodule(vars(shown)[name]):
+                    setattr(shown, name, value)
