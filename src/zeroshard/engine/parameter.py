@@ -123,9 +123,25 @@ class ParamHome(Home):
     def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
         return self.group.runtime.shown
 
+    @property
+    def shows_master(self) -> bool:
+        """True if the parameter at rest is the fp32 master for the program, as with FSDP2, and not the value that is gathered."""
+        group = self.group
+        return group.runtime.shows_masters and group.masters.rest is not None and group.values.sharded
+
+    def held(self) -> Tensor | None:
+        """Return a view of what the parameter shows at rest; None if it is to be fetched at each use."""
+        return None if self.group.values.staged or self.shows_master else self.fetch(gradient=False)
+
     def fetch(self, gradient: bool) -> Tensor:
         """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
-        return self.group.gradients.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
+        if gradient:
+            return self.group.gradients.load(self.begin, self.end)
+        if self.shows_master:
+            self.group.runtime.gate.wait()
+            rest, begin = self.group.masters.slice(self.index)
+            return rest.load(begin, begin + self.end - self.begin)
+        return self.group.values.rest.load(self.begin, self.end)
 
     @property
     def traced(self) -> bool:
@@ -144,15 +160,14 @@ class ParamHome(Home):
         self.group.comm.control.fence_write()  # until no peer reads the slice in place
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
-        self.group.values.rest.store(self.begin + offset, local)
-        self.group.masters.dirty.add(self.index)
-
-    def after_copy(self, given: Tensor) -> None:
-        masters = self.group.masters
-        if masters.rest is not None:
+        values, masters = self.group.values.rest, self.group.masters
+        if self.shows_master:
             rest, begin = masters.slice(self.index)
-            rest.store(begin, given)
-            masters.dirty.discard(self.index)
+            rest.store(begin + offset, local)
+            values.store(self.begin + offset, local.to(values.dtype))
+            return
+        values.store(self.begin + offset, local)
+        masters.dirty.add(self.index)
 
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.refuse_gradient_write()

@@ -15,6 +15,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -42,6 +43,18 @@ from .unit import ModelForward, Phase, Unit, UnitForward
 from .verbs import begin
 from .watch import ModelWatch, Watches
 from .write_gate import WriteGate
+
+_masters_shown: ContextVar[bool] = ContextVar("masters shown", default=False)
+
+
+@contextlib.contextmanager
+def showing_masters() -> Iterator[None]:
+    """Context of a zs.shard after which parameters at rest are the fp32 masters for the program (`ParamHome.shows_master`)."""
+    token = _masters_shown.set(True)
+    try:
+        yield
+    finally:
+        _masters_shown.reset(token)
 
 
 class Backward:
@@ -81,6 +94,7 @@ class Runtime:
         self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
         self.comm, self.watches = topology.control, watches
         self.moved = tiers.make_away()
+        self.shows_masters = _masters_shown.get()
         self.shown: tuple[Any, tuple[Any, ...]] | None = None  # DeviceMesh and placements that sharded parameters show
         self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
         self.awaiting: weakref.WeakSet[Any] = (

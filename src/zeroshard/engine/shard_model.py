@@ -270,8 +270,8 @@ class Builder:
             group.masters.versions.append(torch_compat.version(fresh))
             return
         facade = ShardedParameter(
-            None if group.values.staged else group.homes[index].fetch(gradient=False), spec.shape, group.homes[index], original.requires_grad,
-            dtype=spec.dtype, device=group.comm.device,
+            group.homes[index].held(), spec.shape, group.homes[index], original.requires_grad,
+            dtype=group.masters.stepped.dtype if group.homes[index].shows_master else spec.dtype, device=group.comm.device,
         )  # fmt: skip
         old = self._replace(group, index, facade)
         if isinstance(old, ShardedTensor) or old is None or old.is_meta:

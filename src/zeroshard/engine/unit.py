@@ -404,7 +404,7 @@ class Unit:
             values = group.values
             for index, param in enumerate(group.params):
                 if values.sharded:
-                    param._held = None if values.staged else group.homes[index].fetch(gradient=False)  # type: ignore[attr-defined]
+                    param._held = group.homes[index].held()  # type: ignore[attr-defined]
                 else:
                     param.__class__ = ReplicatedParameter
             if not values.sharded and values.views and values.views[0].data_ptr() != values.full.data_ptr():

@@ -40,7 +40,9 @@ def options_of(root: Call, inner: Sequence[Call], names: dict[int, str]) -> dict
     """
     calls, policy = [root, *inner], root.mp_policy
     if policy.param_dtype not in _PRECISIONS:
-        raise ConfigError(f"mp_policy: param_dtype: expected float32, bfloat16 or float16 for the root, got {policy.param_dtype}.")
+        raise ConfigError(
+            f"mp_policy: param_dtype: expected float32, bfloat16 or float16 for the root, got {policy.param_dtype}."
+        )
     units = {id(module) for call in inner for module in call.modules}
     options: dict[str, Any] = {
         "stage": 3,
@@ -66,7 +68,9 @@ def options_of(root: Call, inner: Sequence[Call], names: dict[int, str]) -> dict
         raise ConfigError(f"reshard_after_forward: expected one number of ranks for all units, got {sorted(sizes)}.")
     options |= _options
     if "stage" in _options and _options["stage"] != 3:
-        options = {name: value for name, value in options.items() if name not in ("max_live_parameters", "zero_hpz_partition_size")}
+        options = {
+            name: value for name, value in options.items() if name not in ("max_live_parameters", "zero_hpz_partition_size")
+        }
         if _options["stage"] != 3 and "offload_param" not in _options:
             options.pop("offload_param", None)
     return options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,11 @@ from ..seam import Engine
 from ..values.method_forward import register_forward
 from .sharding import STATE, Call, call_of
 
+if TYPE_CHECKING:
+    _Module = nn.Module
+else:
+    _Module = object  # the program's class, a module, is the next base
+
 _classes: dict[type, type] = {}  # a program's class -> its subclass
 
 
@@ -23,7 +28,9 @@ def become_fsdp(module: nn.Module) -> None:
     """Change the class of a module to a subclass of FSDPModule and its own class."""
     own = type(module)
     if own not in _classes:
-        _classes[own] = type(own)(f"FSDP{own.__name__}", (FSDPModule, own), {"_plain_class": own, "__module__": own.__module__})
+        _classes[own] = cast(Any, type(own))(
+            f"FSDP{own.__name__}", (FSDPModule, own), {"_plain_class": own, "__module__": own.__module__}
+        )
     module.__class__ = _classes[own]
 
 
@@ -40,7 +47,7 @@ class _Handle(UnshardHandle):
             wait()
 
 
-class FSDPModule(torch_fsdp.FSDPModule):
+class FSDPModule(torch_fsdp.FSDPModule, _Module):
     """Mixin of modules that fully_shard was called on; also an instance of torch.distributed.fsdp.FSDPModule.
 
     The first use of the model's parameters shards the model (sharding.py). Methods that only choose how FSDP2 overlaps its own
@@ -56,40 +63,42 @@ class FSDPModule(torch_fsdp.FSDPModule):
         return made
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise ShardedAccessError("a module that was given to fully_shard can not be copied: copy it before, or load its state_dict().")
+        raise ShardedAccessError(
+            "a module that was given to fully_shard can not be copied: copy it before, or load its state_dict()."
+        )
 
     # -- first uses -----------------------------------------------------------------------------------------
 
     def _ready(self) -> Call:
-        call = call_of(self)  # type: ignore[arg-type]
+        call = call_of(self)
         return call.root or call.complete()
 
     @torch.compiler.disable
     def _enter(self) -> None:
         root = self._ready()
-        if not root.entered or root is call_of(self):  # type: ignore[arg-type]
+        if not root.entered or root is call_of(self):
             root.entered = True
             self._check_sync(root)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._enter()
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return super().__call__(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         self._ready()
-        return super().parameters(recurse)  # type: ignore[misc]
+        return super().parameters(recurse)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self._ready()
-        return super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+        return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._ready()
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._ready()
-        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Apply a conversion (`to`, `cuda`, `to_empty`) to buffers. Parameters have their device and dtype from fully_shard on.
@@ -97,9 +106,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
         Raise ModelChanged if the conversion would change the dtype of parameters, or move them to another device.
         """
         self._ready()
-        modules = list(self.modules()) if recurse else [self]  # type: ignore[attr-defined,list-item]
+        modules = list(self.modules()) if recurse else [self]
         for module in modules:
-            for name, param in module.named_parameters(recurse=False):  # type: ignore[attr-defined]
+            for name, param in module.named_parameters(recurse=False):
                 probe = torch.empty(0, dtype=param.dtype, device=param.device)
                 after = fn(probe)
                 if after.dtype != probe.dtype or (after.device.type != probe.device.type and not after.is_meta):
@@ -108,8 +117,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
                         f"{after.device} after fully_shard. Convert the module before it, or use mp_policy, or zs.offload_states(model)."
                     )
                 break
-            for name, buffer in module.named_buffers(recurse=False):  # type: ignore[attr-defined]
-                module._buffers[name] = fn(buffer)  # type: ignore[attr-defined]
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = fn(buffer)
         return self
 
     # -- gathering ------------------------------------------------------------------------------------------
@@ -122,7 +131,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the unit's parameters (collective). async_op: return a handle whose `wait` puts them into the modules."""
-        handle = _Handle(self._engine.unshard(call_of(self).managed()))  # type: ignore[arg-type]
+        handle = _Handle(self._engine.unshard(call_of(self).managed()))
         if async_op:
             return handle
         handle.wait()
@@ -130,8 +139,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def reshard(self) -> None:
         """Release the unit's gathered parameters; no-op while a forward or backward uses them."""
-        if call_of(self).root is not None:  # type: ignore[arg-type]
-            self._engine.reshard(call_of(self).managed())  # type: ignore[arg-type]
+        if call_of(self).root is not None:
+            self._engine.reshard(call_of(self).managed())
 
     def reset_iter_state(self) -> None:
         """Clear what a forward or backward that raised has left, and drop the gradients. Call it on the model's root."""
@@ -141,13 +150,13 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether the backwards that follow reduce gradients; every rank, and every unit of a model, must have the same."""
-        for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
+        for module in self.modules() if recurse else [self]:
             if STATE in module.__dict__:
                 call_of(module).sync = bool(requires_gradient_sync)
-        call = call_of(self)  # type: ignore[arg-type]
+        call = call_of(self)
         root = self._ready()
         if call is root:
-            root.module.require_backward_grad_sync = bool(requires_gradient_sync)
+            cast(Any, root.module).require_backward_grad_sync = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether gradients are summed over the replicas of a mesh of two axes. Here both sums are held back together."""
@@ -166,7 +175,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """Let the unit's reduced gradients be the sum over ranks divided by `factor`; by default it is their number."""
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor: expected a number above 0, got {factor!r}.")
-        call = call_of(self)  # type: ignore[arg-type]
+        call = call_of(self)
         call.factor = factor
         if call.root is not None:
             self._engine.divide_gradients(call.managed(), factor)
@@ -184,9 +193,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """Take FSDP2's setting. Here a unit that is used next stays gathered, and others are released."""
         if not isinstance(reshard_after_forward, bool):
             raise ConfigError(f"set_reshard_after_forward: expected a bool, got {type(reshard_after_forward).__name__}.")
-        call = call_of(self)  # type: ignore[arg-type]
+        call = call_of(self)
         if call.root is None:
-            for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
+            for module in self.modules() if recurse else [self]:
                 if STATE in module.__dict__:
                     call_of(module).reshard_after_forward = reshard_after_forward
 

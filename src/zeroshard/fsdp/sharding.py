@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..api import close, shard
 from ..errors import ConfigError
-from ..seam import Engine, engine_of
+from ..seam import Engine, engine_of, showing_masters
 from ..values import values_to_come
 from .configuration import moved, options_of
-from .state_dicts import serve_states
+from .state_dicts import serve_loads
 from .tracking import expect_all
 
 if TYPE_CHECKING:
@@ -182,20 +182,22 @@ def fully_shard(
             "their own, beside the one that is sharded."
         )
     if dp_mesh_dims is not None:
-        raise ConfigError("fully_shard: dp_mesh_dims: give the data-parallel axes as mesh=mesh['dp'], and DTensors over the others.")
+        raise ConfigError(
+            "fully_shard: dp_mesh_dims: give the data-parallel axes as mesh=mesh['dp'], and DTensors over the others."
+        )
     if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim > 2):
         got = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise ConfigError(f"fully_shard: mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Slice it: mesh['dp'].")
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
         raise ConfigError(f"fully_shard: offload_policy: expected an OffloadPolicy, got {type(offload_policy).__name__}.")
-    for param in (param for each in modules for param in each.parameters()) if shard_placement_fn is not None else ():
-        placement = shard_placement_fn(param)
+    for param in (param for each in modules for param in each.parameters()):
+        placement = None if shard_placement_fn is None else shard_placement_fn(param)
         if placement is not None and not isinstance(placement, Shard):
             raise ConfigError(f"fully_shard: shard_placement_fn: expected None or Shard, got {placement}: one mesh for a model.")
     from .module import become_fsdp
 
-    for each in {inside for each in modules for inside in each.modules()}:
-        earlier = each.__dict__.get(STATE)
+    for inside in {inside for each in modules for inside in each.modules()}:
+        earlier = inside.__dict__.get(STATE)
         if earlier is not None and earlier.engine is not None:
             earlier.reopen()
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
@@ -217,9 +219,13 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard: module: expected an nn.Module or a list of them, got {name}.")
         if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise ConfigError(f"fully_shard does not support containers that do not implement forward: {name}. Call it on the items.")
+            raise ConfigError(
+                f"fully_shard does not support containers that do not implement forward: {name}. Call it on the items."
+            )
         if STATE in module.__dict__:
-            raise ConfigError(f"fully_shard has already been applied to this {name}: call it once on each module, the root at last.")
+            raise ConfigError(
+                f"fully_shard has already been applied to this {name}: call it once on each module, the root at last."
+            )
     if not given:
         raise ConfigError("fully_shard: module: expected an nn.Module or a list of them, got an empty list.")
     inside = {child for module in given for child in module.modules() if child is not module}
@@ -246,12 +252,12 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
         options |= _ranks_of(mesh, model)
     if mesh is not None and mesh.device_type != "cpu":
         moved(model, torch.device(mesh.device_type, torch.cuda.current_device()))
-    with values_to_come():
+    with values_to_come(), showing_masters():
         shard(model, None, **options)
     root.engine = engine_of(model)
     if mesh is not None:
         root.engine.show(mesh, (Replicate(),) * (mesh.ndim - 1) + (FlatShard(0),))
-    serve_states(model, root.engine)
+    serve_loads(model, root.engine)
     _sharded.add(model)
 
 
@@ -282,4 +288,4 @@ def sharded_models() -> list[nn.Module]:
 
 def call_of(module: nn.Module | FSDPModule) -> Call:
     """Return the Call that named a module."""
-    return module.__dict__[STATE]  # type: ignore[no-any-return]
+    return module.__dict__[STATE]

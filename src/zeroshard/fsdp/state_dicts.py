@@ -1,8 +1,5 @@
-"""State dictionaries of a model under this door: values in the precision of the optimizer's step; loads of DTensors, and by assign.
-
-    model.state_dict()                       fp32 masters, as sharded tensors
-    model.load_state_dict(state, assign=)    whole tensors, sharded ones and DTensors; parameters stay the objects that they are
-"""
+"""Loads of a model under this door: of whole tensors, sharded ones and DTensors, also by assign=True; parameters stay the objects
+that optimizers refer to."""
 
 from __future__ import annotations
 
@@ -12,25 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..seam import Engine, ShardedTensor, info_of
-from ..state import precise_value
+from ..seam import Engine, info_of
 
 
-def serve_states(model: nn.Module, engine: Engine) -> None:
+def serve_loads(model: nn.Module, engine: Engine) -> None:
     """Register the hooks on a sharded model's modules; zs.close removes them."""
-    handles = []
-    for module in model.modules():
-        if any(info_of(param) is not None for param in module.parameters(recurse=False)):
-            handles.append(module.register_state_dict_post_hook(_show))
-            handles.append(module.register_load_state_dict_pre_hook(_take))
-    engine.also_remove(handles)
-
-
-def _show(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    for name, param in module.named_parameters(recurse=False):
-        shown = state.get(prefix + name)
-        if isinstance(shown, ShardedTensor) and shown is not param:
-            state[prefix + name] = precise_value(param)
+    holders = [module for module in model.modules() if any(map(info_of, module.parameters(recurse=False)))]
+    engine.also_remove([module.register_load_state_dict_pre_hook(_take) for module in holders])
 
 
 def _take(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -41,7 +26,6 @@ def _take(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[
             continue
         if isinstance(value, DTensor):
             with torch.no_grad():
-                precise_value(param).copy_(value.full_tensor())
-            value = None
-        if value is None or value.is_meta:  # a tensor without values is what assign=True brings for a parameter that has them
-            state[prefix + name] = precise_value(param)
+                param.copy_(value.full_tensor())
+        if isinstance(value, DTensor) or value.is_meta:  # what assign=True brings for a parameter that has no values
+            state[prefix + name] = param

@@ -1,7 +1,6 @@
 """Access to the states of a sharded model by name, whatever their placement, tier and form of rest."""
 
 from .parameter_access import ParameterPart, gradient_of, state_of, value_of
-from .precise_value import precise_value
 from .state_loading import Restoring, SavedState
 from .tensor_reader import (
     CHUNK_NBYTES,
@@ -29,7 +28,6 @@ __all__ = [
     "StoredTensor",
     "differ",
     "gradient_of",
-    "precise_value",
     "state_of",
     "value_of",
 ]

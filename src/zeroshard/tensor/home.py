@@ -83,9 +83,6 @@ class Home:
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         """Store `local` (n,) as elements [offset, offset + n) of a parameter's slice, after a write to a view or copy of it."""
 
-    def after_copy(self, given: Tensor) -> None:
-        """Copy `given` (n,), which was copied to a parameter's slice and stored, to the master too, which may be more precise."""
-
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         """Store `local` (n,) as elements [offset, offset + n) of the gradient's slice, after a write to a view or copy of it."""
         raise AssertionError("there is no gradient")

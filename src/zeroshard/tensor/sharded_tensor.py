@@ -421,8 +421,6 @@ def _copy_(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     local = target._local
     local.copy_(given)
     target._end_write(local)
-    if target._of_parameter and torch.promote_types(given.dtype, local.dtype) != local.dtype:
-        target._home.after_copy(given)
     return target
 
 

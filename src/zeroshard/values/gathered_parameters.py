@@ -253,7 +253,7 @@ class _Whole:
         if isinstance(home, BirthHome):
             local = self.param._held  # type: ignore[attr-defined]
         else:
-            local = home.fetch(gradient=False)
+            local = home.group.values.rest.load(home.begin, home.end)
             spec = home.group.specs[home.index]
             if any(torch_compat.own_parameters(owner).get(attribute) is not self.param for owner, attribute in spec.owners):
                 self.problems.append("replaced")

@@ -390,7 +390,9 @@ def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], 
                 undefined.append(f"{prefix}.{name}" if prefix else name)
     if stored is not None:
         made_on_meta, undefined = set(), [name for name in undefined if own_name(model, name) not in stored]
-    if (undefined or made_on_meta) and not _to_come.get() and not isinstance(torch.empty(0), torch_compat.FakeTensor):  # a dry run has no values
+    if (
+        (undefined or made_on_meta) and not _to_come.get() and not isinstance(torch.empty(0), torch_compat.FakeTensor)
+    ):  # a dry run has no values
         initialise(model, made_on_meta, undefined)
 
 
