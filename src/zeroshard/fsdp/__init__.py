@@ -14,11 +14,11 @@ host, small optimizer states, quantized and hierarchical traffic, stages 1 and 2
 
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
+from .calls import track_optimizers
 from .configuration import configure
 from .module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from .sharding import fully_shard
 from .torch_names import serve_state_dicts
-from .tracking import track_optimizers
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -77,7 +77,7 @@ def main() -> None:
 
 def _report() -> None:
     from ..reports.report import report
-    from .sharding import sharded_models
+    from .calls import sharded_models
 
     if os.environ.get("RANK", "0") == "0":
         for model in sharded_models():

@@ -1,4 +1,4 @@
-"""What a program for FSDP2 gets of zeroshard beside it: `configure`, and the options of zs.shard that calls of fully_shard become."""
+"""Options of zs.shard for a program of FSDP2: those that its calls of fully_shard become, and those that `configure` adds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..config import ShardOptions
-    from .sharding import Call
+    from .calls import Call
 
 _options: dict[str, Any] = {}
 _PRECISIONS = {None: "fp32", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

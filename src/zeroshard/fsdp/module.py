@@ -13,8 +13,9 @@ from torch.distributed.fsdp import UnshardHandle
 
 from ..errors import ConfigError, ModelChanged, ShardedAccessError
 from ..seam import Engine
+from ..utils.torch_compat import own_buffers
 from ..values.method_forward import register_forward
-from .sharding import STATE, Call, call_of
+from .calls import STATE, Call, call_of
 
 if TYPE_CHECKING:
     _Module = nn.Module
@@ -50,7 +51,7 @@ class _Handle(UnshardHandle):
 class FSDPModule(torch_fsdp.FSDPModule, _Module):
     """Mixin of modules that fully_shard was called on; also an instance of torch.distributed.fsdp.FSDPModule.
 
-    The first use of the model's parameters shards the model (sharding.py). Methods that only choose how FSDP2 overlaps its own
+    The first use of the model's parameters shards the model (calls.py). Methods that only choose how FSDP2 overlaps its own
     collectives are taken: zeroshard learns the order of units in the first step.
     """
 
@@ -118,7 +119,7 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
                     )
                 break
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = fn(buffer)
+                own_buffers(module)[name] = fn(buffer)
         return self
 
     # -- gathering ------------------------------------------------------------------------------------------

@@ -1,151 +1,20 @@
-"""fully_shard: each call names a unit; the outermost one is the model's root, which zs.shard shards at its first use.
-
-    fully_shard(block) ... fully_shard(model)      recorded: parameters are still the program's own
-    model.parameters(), model.state_dict(),        the first of these shards the model: parameters become sharded ones, in place
-    a forward, an optimizer of its parameters      (the same objects)
-
-A call can not know whether an outer one follows, so the root is found at the first use. A part that was used before (its
-parameters were listed, say) is a root of its own then; a later call around it closes it, and shards it with the rest.
-"""
+"""fully_shard of torch.distributed.fsdp, on zeroshard's engine."""
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Shard
 
-from ..api import close, shard
 from ..errors import ConfigError
-from ..seam import Engine, engine_of, showing_masters
-from ..values import values_to_come
-from .configuration import moved, options_of
-from .state_dicts import serve_loads
-from .tracking import expect_all
-
-if TYPE_CHECKING:
-    from .module import FSDPModule
-
-STATE = "_zeroshard_fsdp"  # entry of a module's __dict__: the Call that named it
-_waiting: weakref.WeakSet[Call] = weakref.WeakSet()
-_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_lock = threading.RLock()  # ranks may be threads
-
-
-class FlatShard(Shard):
-    """Placement that a sharded parameter shows: it equals Shard(0), so that distribute_tensor() makes a DTensor that can be loaded.
-
-    A rank's slice is a range of the flattened parameter, which is not the rows that Shard(0) gives it: `to_local()` is 1-D.
-    """
-
-    def __repr__(self) -> str:
-        return "FlatShard()"
-
-
-class Call:
-    """One call of fully_shard. modules: of the unit. given_dtype: the widest dtype of its floating-point parameters.
-
-    root: the call of the model's root, once the model is sharded; engine: the model's, at the root alone.
-    """
-
-    root: Call | None = None
-    engine: Engine | None = None
-    entered = False  # a forward has begun
-    sync = True  # `set_requires_gradient_sync`
-    factor: float | None = None  # `set_gradient_divide_factor`
-
-    def __init__(
-        self, modules: tuple[nn.Module, ...], mesh: DeviceMesh | None, reshard_after_forward: bool | int | None,
-        mp_policy: MixedPrecisionPolicy, offload: CPUOffloadPolicy | None,
-    ) -> None:  # fmt: skip
-        self.modules, self.mesh, self.mp_policy, self.offload = modules, mesh, mp_policy, offload
-        self.reshard_after_forward = reshard_after_forward
-        own = [param for module in self.managed() for param in module.parameters(recurse=False) if param.is_floating_point()]
-        self.given_dtype = max((param.dtype for param in own), key=lambda dtype: dtype.itemsize, default=None)
-
-    @property
-    def module(self) -> nn.Module:
-        """The first module of the unit."""
-        return self.modules[0]
-
-    @property
-    def lowers(self) -> bool:
-        """True if parameters compute in a dtype below the one in which the program gave them."""
-        dtype = self.mp_policy.param_dtype
-        return dtype is not None and self.given_dtype is not None and dtype.itemsize < self.given_dtype.itemsize
-
-    def tree(self) -> set[nn.Module]:
-        """Return the unit's modules and all inside of them."""
-        return {inside for module in self.modules for inside in module.modules()}
-
-    def managed(self) -> set[nn.Module]:
-        """Return the modules of the unit, without those of units inside of it."""
-        found: set[nn.Module] = set()
-
-        def visit(module: nn.Module) -> None:
-            found.add(module)
-            for child in module.children():
-                if STATE not in child.__dict__ and child not in found:
-                    visit(child)
-
-        for module in self.modules:
-            visit(module)
-        return found
-
-    def complete(self) -> Call:
-        """Shard the model of this call, unless that has been done (collective); return the call of its root."""
-        with _lock:
-            if self.root is not None:
-                return self.root
-            around = [call for call in _waiting if call is not self and self.module in call.tree()]
-            root = max(around, key=lambda call: len(call.tree()), default=self)
-            inside = root.tree()
-            inner = [call for call in _waiting if call is not root and call.module in inside]
-        if len(root.modules) > 1:
-            kinds = ", ".join(type(module).__name__ for module in root.modules)
-            raise ConfigError(
-                f"fully_shard([{kinds}]): these modules are used, and no fully_shard has been called on a model that holds them. Call "
-                "fully_shard(model) before its first use."
-            )
-        order = {module: number for number, module in enumerate(root.module.modules())}
-        inner.sort(key=lambda call: order[call.module])
-        for call in (root, *inner):  # first: zs.shard lists the parameters, too
-            call.root = root
-        try:
-            _shard(root, inner)
-        except BaseException:
-            for call in (root, *inner):
-                call.root = None
-            raise
-        for call in (root, *inner):
-            _waiting.discard(call)
-            if call.factor is not None:
-                root.engine.divide_gradients(call.managed(), call.factor)  # type: ignore[union-attr]
-        expect_all()
-        return root
-
-    def reopen(self) -> None:
-        """Close the model of this root, whose parameters become the program's own again (collective): an outer call follows."""
-        if self.entered:
-            raise ConfigError(
-                f"fully_shard: {type(self.module).__name__}, a part of this module, has run a forward as a model of its own: call fully_shard on the "
-                "whole model, the inner modules first, before the first forward."
-            )
-        close(self.module)
-        _sharded.discard(self.module)
-        self.engine = None
-        for module in self.tree():
-            call = module.__dict__.get(STATE)
-            if call is not None:
-                call.root = None
-                _waiting.add(call)
+from ..utils.torch_compat import tree_map_only
+from .calls import STATE, Call
+from .module import become_fsdp
 
 
 def fully_shard(
@@ -194,8 +63,6 @@ def fully_shard(
         placement = None if shard_placement_fn is None else shard_placement_fn(param)
         if placement is not None and not isinstance(placement, Shard):
             raise ConfigError(f"fully_shard: shard_placement_fn: expected None or Shard, got {placement}: one mesh for a model.")
-    from .module import become_fsdp
-
     for inside in {inside for each in modules for inside in each.modules()}:
         earlier = inside.__dict__.get(STATE)
         if earlier is not None and earlier.engine is not None:
@@ -207,8 +74,7 @@ def fully_shard(
         become_fsdp(each)
         if policy.output_dtype is not None:
             each.register_forward_hook(_cast_to(policy.output_dtype))
-    with _lock:
-        _waiting.add(call)
+    call.wait()
     return module
 
 
@@ -234,58 +100,6 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
 
 def _cast_to(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     def cast(module: nn.Module, args: Any, output: Any) -> Any:
-        return torch.utils._pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
+        return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
 
     return cast
-
-
-def _shard(root: Call, inner: Sequence[Call]) -> None:
-    """Shard a model (collective), and let it serve what programs ask of FSDP2's."""
-    model = root.module
-    names = {id(module): name for name, module in model.named_modules()}
-    options = options_of(root, inner, names)
-    mesh = root.mesh
-    if mesh is None and dist.is_initialized():
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    elif mesh is not None:
-        options |= _ranks_of(mesh, model)
-    if mesh is not None and mesh.device_type != "cpu":
-        moved(model, torch.device(mesh.device_type, torch.cuda.current_device()))
-    with values_to_come(), showing_masters():
-        shard(model, None, **options)
-    root.engine = engine_of(model)
-    if mesh is not None:
-        root.engine.show(mesh, (Replicate(),) * (mesh.ndim - 1) + (FlatShard(0),))
-    serve_loads(model, root.engine)
-    _sharded.add(model)
-
-
-def _ranks_of(mesh: DeviceMesh, model: nn.Module) -> dict[str, Any]:
-    """Return the argument of zs.shard that says which ranks shard a model."""
-    distributed = any(isinstance(param, DTensor) for param in model.parameters())
-    if mesh.ndim == 1 and not distributed and mesh.mesh.tolist() == list(range(dist.get_world_size())):
-        return {}  # all ranks: of one host, they share memory
-    if mesh.ndim == 1:
-        return {"comm": mesh}
-    return {"mesh": mesh._get_root_mesh() if distributed else mesh}
-
-
-def complete_owners(params: Iterable[Any]) -> None:
-    """Complete each model that waits for its first use, if one of these is its parameter."""
-    wanted = {id(param) for param in params}
-    with _lock:
-        waiting = list(_waiting) if wanted else []
-    for call in waiting:
-        if call.root is None and any(id(param) in wanted for module in call.modules for param in nn.Module.parameters(module)):
-            call.complete()
-
-
-def sharded_models() -> list[nn.Module]:
-    """Return the models of this process that this door has sharded, and that are not closed."""
-    return list(_sharded)
-
-
-def call_of(module: nn.Module | FSDPModule) -> Call:
-    """Return the Call that named a module."""
-    return module.__dict__[STATE]

@@ -1,5 +1,5 @@
-"""Names of torch that this door replaces: two private functions, by which torch.distributed.checkpoint.state_dict moves tensors;
-and, for a script that is not changed (`python -m zeroshard.fsdp`), FSDP2's public names.
+"""Names of torch that this door replaces: functions by which torch.distributed.checkpoint.state_dict moves tensors; and, for a
+script that is not changed (`python -m zeroshard.fsdp`), FSDP2's public names.
 
 torch gathers and cuts DTensors alone, and takes any other tensor for a whole one. The functions here see to sharded tensors first.
 """
@@ -10,46 +10,31 @@ import contextlib
 import functools
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError
 from ..seam import ShardedTensor
-
-_MODULES = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint.state_dict")
-_NAMES = ("_gather_state_dict", "_broadcast_tensors")
+from ..utils.torch_compat import replace_state_dict_functions
 
 
 @functools.cache
 def serve_state_dicts() -> None:
-    """Replace the two functions, once for the process. Raise ConfigError if this release of torch lacks one."""
-    import torch.distributed._state_dict_utils as utils
-    import torch.distributed.checkpoint.state_dict as state_dict
+    """Let torch's functions on state dictionaries gather and cut sharded tensors, from now on and for the process."""
 
-    missing = [name for name in _NAMES if not hasattr(utils, name)]
-    if missing:
-        raise ConfigError(
-            f"zeroshard.fsdp needs {missing[0]} of torch.distributed._state_dict_utils, which torch {torch.__version__} lacks: without it, "
-            "get_model_state_dict would take slices for whole tensors. Use a release from pyproject.toml's range."
-        )
-    gather, broadcast = utils._gather_state_dict, utils._broadcast_tensors
+    def gather(plain: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return plain(_whole(state_dict, kwargs.get("ranks_only", ()), kwargs.get("cpu_offload", False)), *args, **kwargs)
 
-    @functools.wraps(gather)
-    def gather_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return gather(_whole(state_dict, kwargs.get("ranks_only", ()), kwargs.get("cpu_offload", False)), *args, **kwargs)
-
-    @functools.wraps(broadcast)
-    def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
+    def broadcast(
+        plain: Callable[..., Any], full: dict[str, Any], local: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any
+    ) -> None:
         sharded = {key: local[key] for key in keys if isinstance(local.get(key), ShardedTensor)}
-        broadcast(full, local, keys, *args, **kwargs)
+        plain(full, local, keys, *args, **kwargs)
         for key, mine in sharded.items():  # a few at a time, so that no rank has the whole model
             local[key] = torch.empty_like(mine).copy_(local[key])
 
-    for module in (utils, state_dict):
-        for name, own in (("_gather_state_dict", gather_state_dict), ("_broadcast_tensors", broadcast_tensors)):
-            if hasattr(module, name):
-                setattr(module, name, own)
+    replace_state_dict_functions(gather, broadcast)
 
 
 def _whole(tree: Any, ranks_only: tuple[int, ...], on_host: bool) -> Any:

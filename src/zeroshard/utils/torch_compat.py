@@ -460,3 +460,16 @@ def give_threads_their_own_parametrizations() -> None:
     parametrize._cache = _cache  # type: ignore[assignment]
     cached: Any = parametrize.cached
     cached.__wrapped__.__code__ = _cached.__code__  # replace the code, since others have imported the function
+
+
+def replace_state_dict_functions(gather: Callable[..., Any], broadcast: Callable[..., Any]) -> None:
+    """Let torch.distributed.checkpoint.state_dict call `gather` and `broadcast` where it gathers and broadcasts a state dictionary.
+
+    Each gets the function that it replaces before the function's own arguments. zeroshard.fsdp needs it, since torch takes any
+    tensor but a DTensor for a whole one.
+    """
+    import torch.distributed.checkpoint.state_dict as state_dict
+    from torch.distributed import _state_dict_utils as utils
+
+    state_dict._gather_state_dict = functools.partial(gather, utils._gather_state_dict)
+    utils._broadcast_tensors = functools.partial(broadcast, utils._broadcast_tensors)
