@@ -50,7 +50,7 @@ from .engine.mixed_precision import Progress
 from .engine.parameter import ParamSpec
 from .engine.prefetch import most_gathered
 from .engine.rest import Links, Rest
-from .engine.runtime import Runtime, runtime_of, showing_masters
+from .engine.runtime import FIRST_USE, Runtime, runtime_of, showing_masters
 from .engine.saved_parameters import SavedParameters
 from .engine.sizes import BUFFERS, Group, rests_away
 from .engine.topology import Parts, Topology, needed
@@ -78,7 +78,7 @@ from .values.averages import Averages
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
-    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "abort_peers", "ally", "engine_behind", "engine_of", "find_engine", "info_of", "loaded", "memory_of", "showing_masters",
+    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "FIRST_USE", "abort_peers", "ally", "engine_behind", "engine_of", "find_engine", "info_of", "loaded", "memory_of", "showing_masters",
     # what bytes are held for, and who is told of them
     "AVERAGES", "GATHERED", "GRADIENTS", "MASTERS", "OF_ACTIVATIONS", "OPTIMIZER", "PARAMETERS", "PARTIAL", "RESIDUALS",
     "SECONDARY", "STAGING", "Ledger", "Observer", "Traffic", "listener", "making",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from ..config import Placement, Tier
 from ..engine.inner_optimizer import Options, inner_copy
@@ -23,6 +24,7 @@ from ..optim.validation import check_members
 from ..optim.whole_matrix import whole_parameters
 from ..state.state_storage import WholeState
 from ..state.state_view import ParameterState, StateByParameter, load_state, state_by_param
+from ..tensor.sharded_tensor import ShardedTensor
 from ..tiers.cpu_kernels import matches
 from ..tiers.host_step import DelayedStep, HostStepper
 from ..tiers.slab_step import SlabStepper
@@ -110,7 +112,7 @@ class ShardedOptimizer:
         found = super().state_dict()  # type: ignore[misc]
         for key, entries in found["state"].items():
             if isinstance(entries, ParameterState):
-                found["state"][key] = {k: v.plain() if isinstance(v, WholeState) else v for k, v in entries.items()}
+                found["state"][key] = {k: _apart(v) for k, v in entries.items()}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,6 +144,14 @@ class ShardedOptimizer:
         raise ConfigError(
             "add_param_group() after zs.shard(): add the group before, or zs.close() the model and shard it with a new optimizer."
         )
+
+
+def _apart(value: object) -> object:
+    """Return an entry of a state dict: a tensor that other parameters have as well (`step`) as a copy, since a plain optimizer that
+    loads the dict would count each step once for each of them."""
+    if isinstance(value, WholeState):
+        return value.plain()
+    return value.clone() if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) else value
 
 
 def steppers_for(optimizer: torch.optim.Optimizer, runtime: Runtime) -> Steppers:

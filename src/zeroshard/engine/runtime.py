@@ -44,6 +44,7 @@ from .verbs import begin
 from .watch import ModelWatch, Watches
 from .write_gate import WriteGate
 
+FIRST_USE = "_zeroshard_first_use"  # entry of a module's __dict__: a function that shards the model at its first use
 _masters_shown: ContextVar[bool] = ContextVar("masters shown", default=False)
 
 
@@ -649,7 +650,10 @@ def runtime_of(model: nn.Module) -> Runtime:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module that was given to zs.shard(), got {type(model).__name__}.")
-    runtime = model.__dict__.get("_zeroshard") or torch_compat.original(model).__dict__.get("_zeroshard")
+    own = torch_compat.original(model).__dict__
+    if "_zeroshard" not in own and (first_use := own.get(FIRST_USE)) is not None:
+        first_use()
+    runtime = model.__dict__.get("_zeroshard") or own.get("_zeroshard")
     if runtime is not None:
         return runtime
     what = f"this {type(model).__name__} is not sharded"

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..api import close, shard
 from ..assembly.late_optimizer import expect, watch
 from ..errors import ConfigError
-from ..seam import Engine, engine_of, showing_masters
+from ..seam import FIRST_USE, Engine, engine_of, showing_masters
 from ..values import values_to_come
 from .configuration import moved, options_of
 from .state_dicts import serve_loads
@@ -100,6 +100,8 @@ class Call:
 
     def wait(self) -> None:
         """Wait for the first use of the model."""
+        for module in self.modules:
+            module.__dict__[FIRST_USE] = self.complete
         with _lock:
             _waiting.add(self)
 
