@@ -250,7 +250,7 @@ class Engine:
         """Release what forwards of these modules gather, unless a forward or a backward uses it."""
         for unit in self._units_of(modules):
             if unit.sharded and not unit.in_use:
-                unit.entries.swap_out()
+                unit.give_back()
                 unit.reshard()
 
     def _units_of(self, modules: Collection[nn.Module]) -> list[Unit]:

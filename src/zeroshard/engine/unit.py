@@ -420,7 +420,7 @@ class Unit:
     def invalidate(self) -> None:
         """Drop copies made ahead of use and wait until no copy reads the shards: the shards are about to be written."""
         if not self.in_use:
-            self.entries.swap_out()  # of a unit that the program has gathered itself (Engine.unshard)
+            self.give_back()
             self.reshard()
             self.cancel_fetch()
         for group in self.groups:
@@ -445,8 +445,14 @@ class Unit:
                 "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
             )
 
+    def give_back(self) -> None:
+        """Put the sharded parameters into the modules where the program has gathered the unit itself (Engine.unshard)."""
+        if self.entries.swapped:
+            self.check_unwritten()
+            self.entries.swap_out()
+
     def check_unwritten(self) -> None:
-        """Raise ShardedWriteError if the forward that ends now has written one of the unit's parameters in place."""
+        """Raise ShardedWriteError if the forward that ends now, or a program's unshard(), has written a parameter in place."""
         written = self.entries.written()
         if not written:
             return
@@ -454,7 +460,7 @@ class Unit:
             self.entries.swap_out()
             self.reshard()
         raise ShardedWriteError(
-            f"{', '.join(written[:3])}: written in place inside a forward, where each rank has a copy that is dropped after it. "
-            "Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in "
+            f"{', '.join(written[:3])}: written in place inside a forward, or after unshard(), where each rank has a copy that is "
+            "dropped. Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in "
             "`with zs.gathered(module, write=True)`."
         )
