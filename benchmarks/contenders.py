@@ -125,23 +125,28 @@ def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
 
 
 def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
+    """Build the contender with FSDP2, or (kind "door") with the same calls of zeroshard's module `zeroshard.fsdp`."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+    door: Any = importlib.import_module("zeroshard.fsdp" if contender.kind == "door" else "torch.distributed.fsdp")
     model, on_cuda = build_model(workload), workload.device == "cuda"
     options: dict[str, Any] = {"mesh": init_device_mesh(workload.device, (workload.ranks,))}
     if contender.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if contender.offload:
+    if contender.kind == "door" and contender.offload != "offload":
+        door.configure(**OFFLOADS[contender.offload], offload_path=workload.swap_path if contender.on_disk else None)
+    elif contender.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_cuda)
     for block in blocks(model):
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+        door.fully_shard(block, **options)
+    door.fully_shard(model, **options)
     if workload.meta:
-        _fill(model.to_empty(device="cpu" if contender.offload else workload.device))
+        _fill(model.to_empty(device="cpu" if "offload_policy" in options else workload.device))
     optimizer = build_optimizer(model.parameters(), workload)
     settings: dict[str, object] = {"pin_memory": on_cuda} if contender.offload else {}
-    return Trainer(plain_step(model, optimizer), settings=settings, keeper=functools.partial(fsdp2_keeper, model, optimizer))
+    keeper = None if contender.kind == "door" else functools.partial(fsdp2_keeper, model, optimizer)
+    return Trainer(plain_step(model, optimizer), settings=settings, keeper=keeper)
 
 
 @torch.no_grad()
@@ -225,6 +230,7 @@ BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # by kind; ea
     "ddp+zero": _build_ddp,
     "fsdp2": _build_fsdp2,
     "ds": _build_deepspeed,
+    "door": _build_fsdp2,
     "engine": _build_deepspeed,
     "zs": _build_zeroshard,
 }

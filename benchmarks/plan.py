@@ -16,6 +16,7 @@ LENGTHS = (1024, 4096, 16384, 65536)  # tokens of a sequence, in the section seq
 LABELS = {
     "local": "no exchange", "ddp": "DDP", "ddp+zero": "DDP + ZeroRed.Opt.",
     "replicate": "replicate", "fsdp2": "FSDP2", "zs": "zeroshard", "ds": "DeepSpeed", "engine": "zeroshard.deepspeed",
+    "door": "zeroshard.fsdp",
     "sp": "zeroshard sp", "long": "zeroshard long_context", "ulysses": "DeepSpeed Ulysses",
 }  # fmt: skip
 
@@ -76,7 +77,7 @@ CONTENDERS = (
     *(Contender("zs", stage) for stage in range(4)),
     Contender("zs", 3, offload="int8"),
     Contender("engine", 3),
-    *(Contender("ddp"), Contender("fsdp2")),
+    *(Contender("ddp"), Contender("fsdp2"), Contender("door")),
     *(Contender("ds", stage) for stage in (3, 2, 1)),
     *(Contender("ddp+zero"), Contender("local")),
     *(Contender("zs", stage, "bf16") for stage in (2, 3)),
@@ -91,6 +92,7 @@ TIER_CONTENDERS = (
     Contender("zs", 3),
     *(Contender("zs", 3, offload=offload) for offload in ("host", "disk", "infinity")),
     Contender("fsdp2", offload="offload"),
+    *(Contender("door", offload=offload) for offload in ("offload", "opthost", "disk")),
     Contender("ds", 3, offload="offload"),
     Contender("fsdp2"),
     Contender("ds", 3),

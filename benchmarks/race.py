@@ -51,6 +51,8 @@ BOUNDS = {
         Bound("stage 3 with int8 states / with fp32 states, step time", "zeroshard 3 int8 states", (OURS,), 1.05),
         Bound("stage 3 by zeroshard.deepspeed / by zs.shard, step time", "zeroshard.deepspeed 3", (OURS,), 1.05),
         Bound("stage 3 by zeroshard.deepspeed / DeepSpeed 3, step time", "zeroshard.deepspeed 3", DS3, 0.50),
+        Bound("fully_shard by zeroshard.fsdp / FSDP2, step time", "zeroshard.fsdp", FSDP2, 0.70),
+        Bound("fully_shard by zeroshard.fsdp / FSDP2, peak resident memory", "zeroshard.fsdp", FSDP2, 0.80, RSS),
         Bound("stage 3 / FSDP2, peak resident memory", OURS, FSDP2, 0.80, RSS),
         Bound("stage 3 / DeepSpeed 3, peak resident memory", OURS, DS3, 1.00, RSS),
     ),
