@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config import Config, Offload
 from ..errors import ConfigError
+from ..utils.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,15 +74,20 @@ def options_of(root: Call, inner: Sequence[Call], names: dict[int, str]) -> dict
 
 
 def _dtypes(root: Call, inner: Sequence[Call], names: dict[int, str]) -> dict[str, torch.dtype]:
-    """Return the dtype in which each unit computes, by the name of its module, innermost first; no unit has that of the model."""
-    default = root.mp_policy.param_dtype
-    found = []
+    """Return the dtype of each parameter, by name, whose unit computes in another one than the root; without a dtype: in its own.
+
+    Keys name parameters, not modules, so that the engine casts nothing on a unit's way: each policy says what is cast.
+    """
+    found: dict[str, torch.dtype] = {}
     for call in inner:
-        dtype = call.mp_policy.param_dtype or (call.given_dtype if default is not None else None)
-        found += [(names[id(module)], dtype) for module in call.modules if dtype is not None and names[id(module)]]
-    if all(dtype == default for _, dtype in found):
-        return {}
-    return dict(sorted(found, key=lambda entry: -entry[0].count(".")))
+        asked = call.mp_policy.param_dtype
+        if asked == root.mp_policy.param_dtype:
+            continue
+        for module in call.managed():
+            for attribute, param in module.named_parameters(recurse=False):
+                if param.is_floating_point():
+                    found[f"{names[id(module)]}.{attribute}"] = asked or param.dtype
+    return found
 
 
 def _reduce_dtype(calls: Sequence[Call]) -> torch.dtype | None:
@@ -93,6 +99,11 @@ def _reduce_dtype(calls: Sequence[Call]) -> torch.dtype | None:
     if len(asked) > 1:
         warnings.warn(f"zeroshard.fsdp: policies name several reduce_dtypes; all gradients are sent in {widest}.", stacklevel=2)
     return widest
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return arguments or an output with all their floating-point tensors cast to a dtype, as a policy asks."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def moved(module: nn.Module, device: torch.device) -> None:

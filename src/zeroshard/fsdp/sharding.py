@@ -26,7 +26,7 @@ from ..api import close, shard
 from ..errors import ConfigError
 from ..seam import Engine, engine_of
 from ..values import values_to_come
-from .configuration import moved, options_of
+from .configuration import cast, moved, options_of
 from .state_dicts import serve_states
 from .tracking import expect_all
 
@@ -166,7 +166,7 @@ def fully_shard(
         shard_placement_fn: called for each parameter; Shard of any axis and None are the same here, since a rank's slice is a range of
             the flattened parameter.
         mp_policy: param_dtype: the dtype in which the unit computes, with fp32 masters; reduce_dtype: in which gradients are sent;
-            output_dtype: to which outputs are cast; cast_forward_inputs: of the model's root.
+            output_dtype, cast_forward_inputs: whether outputs and inputs of each module are cast.
         offload_policy: CPUOffloadPolicy: parameters and optimizer states rest on the host, which steps.
         ignored_params, dp_mesh_dims: not served.
 
@@ -203,8 +203,10 @@ def fully_shard(
     for each in modules:
         each.__dict__[STATE] = call
         become_fsdp(each)
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            each.register_forward_pre_hook(_casts_inputs(policy.param_dtype), prepend=True, with_kwargs=True)
         if policy.output_dtype is not None:
-            each.register_forward_hook(_cast_to(policy.output_dtype))
+            each.register_forward_hook(_casts_output(policy.output_dtype))
     with _lock:
         _waiting.add(call)
     return module
@@ -216,7 +218,7 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard: module: expected an nn.Module or a list of them, got {name}.")
-        if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if type(module).forward is nn.Module.forward:
             raise ConfigError(f"fully_shard does not support containers that do not implement forward: {name}. Call it on the items.")
         if STATE in module.__dict__:
             raise ConfigError(f"fully_shard has already been applied to this {name}: call it once on each module, the root at last.")
@@ -226,11 +228,12 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
     return tuple(module for module in dict.fromkeys(given) if module not in inside)
 
 
-def _cast_to(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    def cast(module: nn.Module, args: Any, output: Any) -> Any:
-        return torch.utils._pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
+def _casts_inputs(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, kwargs: cast((args, kwargs), dtype)
 
-    return cast
+
+def _casts_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, output: cast(output, dtype)
 
 
 def _shard(root: Call, inner: Sequence[Call]) -> None:
