@@ -10,6 +10,7 @@ parameters were listed, say) is a root of its own then; a later call around it c
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +38,7 @@ STATE = "_zeroshard_fsdp"  # entry of a module's __dict__: the Call that named i
 _waiting: weakref.WeakSet[Call] = weakref.WeakSet()
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _lock = threading.RLock()  # ranks may be threads
+_numbers = itertools.count()
 
 
 class FlatShard(Shard):
@@ -67,6 +69,7 @@ class Call:
     ) -> None:  # fmt: skip
         self.modules, self.mesh, self.mp_policy, self.offload = modules, mesh, mp_policy, offload
         self.reshard_after_forward = reshard_after_forward
+        self.number = next(_numbers)  # ranks shard models in the order of their calls: a set has another order on each
         own = [param for module in self.managed() for param in module.parameters(recurse=False) if param.is_floating_point()]
         self.given_dtype = max((param.dtype for param in own), key=lambda dtype: dtype.itemsize, default=None)
 
@@ -194,7 +197,7 @@ def fully_shard(
             raise ConfigError(f"fully_shard: shard_placement_fn: expected None or Shard, got {placement}: one mesh for a model.")
     from .module import become_fsdp
 
-    for each in {inside for each in modules for inside in each.modules()}:
+    for each in dict.fromkeys(inside for each in modules for inside in each.modules()):
         earlier = each.__dict__.get(STATE)
         if earlier is not None and earlier.engine is not None:
             earlier.reopen()
@@ -272,7 +275,7 @@ def complete_owners(params: Iterable[Any]) -> None:
     """Complete each model that waits for its first use, if one of these is its parameter."""
     wanted = {id(param) for param in params}
     with _lock:
-        waiting = list(_waiting) if wanted else []
+        waiting = sorted(_waiting, key=lambda call: call.number) if wanted else []
     for call in waiting:
         if call.root is None and any(id(param) in wanted for module in call.modules for param in nn.Module.parameters(module)):
             call.complete()
