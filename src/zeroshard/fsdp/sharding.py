@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..api import close, shard
 from ..errors import ConfigError
 from ..seam import Engine, engine_of
+from ..utils.tensor_tree import map_tensors
 from ..values import values_to_come
 from .configuration import cast, moved, options_of
 from .state_dicts import serve_states
@@ -52,7 +53,7 @@ class FlatShard(Shard):
 
 
 class Call:
-    """One call of fully_shard. modules: of the unit. given_dtype: the widest dtype of its floating-point parameters.
+    """One call of fully_shard. modules: of the unit.
 
     root: the call of the model's root, once the model is sharded; engine: the model's, at the root alone.
     """
@@ -70,8 +71,7 @@ class Call:
         self.modules, self.mesh, self.mp_policy, self.offload = modules, mesh, mp_policy, offload
         self.reshard_after_forward = reshard_after_forward
         self.number = next(_numbers)  # ranks shard models in the order of their calls: a set has another order on each
-        own = [param for module in self.managed() for param in module.parameters(recurse=False) if param.is_floating_point()]
-        self.given_dtype = max((param.dtype for param in own), key=lambda dtype: dtype.itemsize, default=None)
+        self.undefined: dict[Call, tuple[int, list[str]]] = {}  # of the root: see `check_values`
 
     @property
     def module(self) -> nn.Module:
@@ -80,9 +80,35 @@ class Call:
 
     @property
     def lowers(self) -> bool:
-        """True if parameters compute in a dtype below the one in which the program gave them."""
+        """True if parameters, not sharded yet, will compute in a dtype below the one in which the program gave them."""
         dtype = self.mp_policy.param_dtype
-        return dtype is not None and self.given_dtype is not None and dtype.itemsize < self.given_dtype.itemsize
+        own = [param for module in self.managed() for _, param in nn.Module.named_parameters(module, recurse=False)]
+        return dtype is not None and any(dtype.itemsize < param.dtype.itemsize for param in own if param.is_floating_point())
+
+    @property
+    def waits(self) -> bool:
+        """True until the model is sharded: parameters are the program's own."""
+        return self.root is None
+
+    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters in the tree of the call's first module, by name, as they are now."""
+        yield from nn.Module.named_parameters(self.module)
+
+    def check_values(self) -> None:
+        """Raise ConfigError, naming parameters, if some came on the meta device and nothing has given them values (at the root).
+
+        undefined: for each call with such parameters, the number of writes to its unit when it was sharded, and their names.
+        """
+        names = [name for name, param in self.own_parameters() if param.is_meta] if self.waits else []
+        for call, (writes, each) in self.undefined.items():
+            assert self.engine is not None
+            names += each if self.engine.writes(call.managed()) == writes else []
+        if names:
+            raise ConfigError(
+                f"{type(self.module).__name__}: a forward needs values, and these parameters are on the meta device: {names}. Call "
+                "model.to_empty(device=...) after fully_shard and initialise them, or load them: model.load_state_dict(state, assign=True)."
+            )
+        self.undefined = {}
 
     def tree(self) -> set[nn.Module]:
         """Return the unit's modules and all inside of them."""
@@ -117,6 +143,8 @@ class Call:
                 f"fully_shard([{kinds}]): these modules are used, and no fully_shard has been called on a model that holds them. Call "
                 "fully_shard(model) before its first use."
             )
+        if next(root.own_parameters(), None) is None:
+            return root  # nothing to shard; an outer call may follow
         order = {module: number for number, module in enumerate(root.module.modules())}
         inner.sort(key=lambda call: order[call.module])
         for call in (root, *inner):  # first: zs.shard lists the parameters, too
@@ -127,8 +155,10 @@ class Call:
             for call in (root, *inner):
                 call.root = None
             raise
+        with _lock:
+            for call in (root, *inner):
+                _waiting.discard(call)
         for call in (root, *inner):
-            _waiting.discard(call)
             if call.factor is not None:
                 root.engine.divide_gradients(call.managed(), call.factor)  # type: ignore[union-attr]
         expect_all()
@@ -148,7 +178,8 @@ class Call:
             call = module.__dict__.get(STATE)
             if call is not None:
                 call.root = None
-                _waiting.add(call)
+                with _lock:
+                    _waiting.add(call)
 
 
 def fully_shard(
@@ -189,12 +220,20 @@ def fully_shard(
     if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim > 2):
         got = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise ConfigError(f"fully_shard: mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Slice it: mesh['dp'].")
+    if not isinstance(reshard_after_forward, (bool, int, type(None))) or (reshard_after_forward is not False and reshard_after_forward == 0):
+        raise ConfigError(
+            f"fully_shard: reshard_after_forward: expected None, a bool or a number of ranks, got {reshard_after_forward!r}."
+        )
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
         raise ConfigError(f"fully_shard: offload_policy: expected an OffloadPolicy, got {type(offload_policy).__name__}.")
     for param in (param for each in modules for param in each.parameters()) if shard_placement_fn is not None else ():
         placement = shard_placement_fn(param)
         if placement is not None and not isinstance(placement, Shard):
             raise ConfigError(f"fully_shard: shard_placement_fn: expected None or Shard, got {placement}: one mesh for a model.")
+        if placement is not None and not -param.ndim <= placement.dim < max(param.ndim, 1):
+            raise ConfigError(
+                f"fully_shard: shard_placement_fn: {placement} of a parameter of shape {tuple(param.shape)}, which has no such axis."
+            )
     from .module import become_fsdp
 
     for each in dict.fromkeys(inside for each in modules for inside in each.modules()):
@@ -225,6 +264,12 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
             raise ConfigError(f"fully_shard does not support containers that do not implement forward: {name}. Call it on the items.")
         if STATE in module.__dict__:
             raise ConfigError(f"fully_shard has already been applied to this {name}: call it once on each module, the root at last.")
+        for attribute, param in nn.Module.named_parameters(module):
+            if hasattr(param, "fsdp_pre_all_gather"):
+                raise ConfigError(
+                    f"fully_shard: parameter {attribute} of {name} is a {type(param.data).__name__} with fsdp_pre_all_gather, FSDP2's hook on what "
+                    "is sent. zeroshard gathers plain tensors: use those, and zeroshard.fsdp.configure(zero_quantized_weights=True) to send fewer bytes."
+                )
     if not given:
         raise ConfigError("fully_shard: module: expected an nn.Module or a list of them, got an empty list.")
     inside = {child for module in given for child in module.modules() if child is not module}
@@ -233,6 +278,10 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
 
 def _casts_inputs(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     return lambda module, args, kwargs: cast((args, kwargs), dtype)
+
+
+def _moves_inputs(device: torch.device) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, kwargs: map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
 
 
 def _casts_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
@@ -244,6 +293,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     model = root.module
     names = {id(module): name for name, module in model.named_modules()}
     options = options_of(root, inner, names)
+    on_meta = {name for name, param in root.own_parameters() if param.is_meta}
     mesh = root.mesh
     if mesh is None and dist.is_initialized():
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -258,6 +308,13 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     if mesh is not None:
         root.engine.show(mesh, (Replicate(),) * (mesh.ndim - 1) + (FlatShard(0),))
     serve_states(model, root.engine)
+    for call in (root, *inner) if on_meta else ():
+        names_of_call = {f"{names[id(module)]}.{attribute}".lstrip(".") for module in call.managed() for attribute in module._parameters}
+        if mine := sorted(names_of_call & on_meta):
+            root.undefined[call] = root.engine.writes(call.managed()), mine
+    if mesh is not None and mesh.device_type != "cpu":
+        device = torch.device(mesh.device_type, torch.cuda.current_device())
+        root.engine.also_remove([model.register_forward_pre_hook(_moves_inputs(device), prepend=True, with_kwargs=True)])
     _sharded.add(model)
 
 
@@ -266,9 +323,21 @@ def _ranks_of(mesh: DeviceMesh, model: nn.Module) -> dict[str, Any]:
     distributed = any(isinstance(param, DTensor) for param in model.parameters())
     if mesh.ndim == 1 and not distributed and mesh.mesh.tolist() == list(range(dist.get_world_size())):
         return {}  # all ranks: of one host, they share memory
-    if mesh.ndim == 1:
-        return {"comm": mesh}
-    return {"mesh": mesh._get_root_mesh() if distributed else mesh}
+    if not distributed:
+        return {"comm": mesh} if mesh.ndim == 1 else {"mesh": mesh}
+    return {"mesh": _with_axes_of(mesh, model)}
+
+
+def _with_axes_of(mesh: DeviceMesh, model: nn.Module) -> DeviceMesh:
+    """Return the root mesh of `mesh`, sliced to its axes and those along which DTensors of a model are cut.
+
+    Along any other axis, such as pp, each rank has a model of its own, with an optimizer of its own.
+    """
+    root = mesh._get_root_mesh()
+    meshes = [mesh, *(param.device_mesh for param in model.parameters() if isinstance(param, DTensor))]
+    used = {name for each in meshes for name in each.mesh_dim_names or (None,)}
+    names = tuple(name for name in root.mesh_dim_names or () if name in used)
+    return root[names] if len(names) == len(used) and len(names) < root.ndim else root
 
 
 def complete_owners(params: Iterable[Any]) -> None:
@@ -277,7 +346,7 @@ def complete_owners(params: Iterable[Any]) -> None:
     with _lock:
         waiting = sorted(_waiting, key=lambda call: call.number) if wanted else []
     for call in waiting:
-        if call.root is None and any(id(param) in wanted for module in call.modules for param in nn.Module.parameters(module)):
+        if call.waits and any(id(param) in wanted for module in call.modules for _, param in nn.Module.named_parameters(module)):
             call.complete()
 
 
