@@ -13,6 +13,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from ..errors import ConfigError, ModelChanged, ShardedAccessError
 from ..seam import Engine
+from ..utils.torch_compat import convert_own, own_buffers
 from ..values.method_forward import register_forward
 from .sharding import STATE, Call, call_of
 
@@ -105,13 +106,13 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Apply a conversion (`to`, `cuda`, `to_empty`). Before the model is sharded, parameters may be converted to another dtype.
 
-        Raise ModelChanged if the model is sharded, and the conversion would change the dtype of parameters, or move them to another device.
+        Raise ModelChanged if the model is sharded, and the conversion would change dtype or device of parameters.
         """
         modules: list[nn.Module] = list(self.modules()) if recurse else [self]  # type: ignore[attr-defined,list-item]
         own = [param for module in modules for _, param in nn.Module.named_parameters(module, recurse=False)]
         if call_of(self).waits and any(_converted(fn, param).dtype != param.dtype for param in own):  # type: ignore[arg-type]
             for module in modules:
-                nn.Module._apply(module, fn, recurse=False)
+                convert_own(module, fn)
             return self
         root = self._ready()
         for module in modules:
@@ -125,7 +126,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
                     )
                 break
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = fn(buffer)
+                own_buffers(module)[name] = fn(buffer)
         if root.undefined and _gives_memory(fn):
             inside = set(modules)
             root.undefined = {call: each for call, each in root.undefined.items() if not call.managed() & inside}

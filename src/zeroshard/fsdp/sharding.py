@@ -13,12 +13,12 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,6 +27,7 @@ from ..api import close, shard
 from ..errors import ConfigError
 from ..seam import Engine, engine_of
 from ..utils.tensor_tree import map_tensors
+from ..utils.torch_compat import own_parameters
 from ..values import values_to_come
 from .configuration import cast, moved, options_of
 from .state_dicts import serve_states
@@ -220,9 +221,10 @@ def fully_shard(
     if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim > 2):
         got = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise ConfigError(f"fully_shard: mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Slice it: mesh['dp'].")
-    if not isinstance(reshard_after_forward, (bool, int, type(None))) or (reshard_after_forward is not False and reshard_after_forward == 0):
+    kept = reshard_after_forward
+    if kept is not None and not isinstance(kept, bool) and not (isinstance(kept, int) and kept > 0):
         raise ConfigError(
-            f"fully_shard: reshard_after_forward: expected None, a bool or a number of ranks, got {reshard_after_forward!r}."
+            f"fully_shard: reshard_after_forward: expected None, a bool or a number of ranks, got {kept!r}."
         )
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
         raise ConfigError(f"fully_shard: offload_policy: expected an OffloadPolicy, got {type(offload_policy).__name__}.")
@@ -236,7 +238,7 @@ def fully_shard(
             )
     from .module import become_fsdp
 
-    for each in dict.fromkeys(inside for each in modules for inside in each.modules()):
+    for each in dict.fromkeys(inside for outer in modules for inside in outer.modules()):
         earlier = each.__dict__.get(STATE)
         if earlier is not None and earlier.engine is not None:
             earlier.reopen()
@@ -309,8 +311,8 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
         root.engine.show(mesh, (Replicate(),) * (mesh.ndim - 1) + (FlatShard(0),))
     serve_states(model, root.engine)
     for call in (root, *inner) if on_meta else ():
-        names_of_call = {f"{names[id(module)]}.{attribute}".lstrip(".") for module in call.managed() for attribute in module._parameters}
-        if mine := sorted(names_of_call & on_meta):
+        held = {f"{names[id(module)]}.{attribute}".lstrip(".") for module in call.managed() for attribute in own_parameters(module)}
+        if mine := sorted(held & on_meta):
             root.undefined[call] = root.engine.writes(call.managed()), mine
     if mesh is not None and mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.cuda.current_device())
