@@ -123,6 +123,15 @@ class ParamHome(Home):
     def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
         return self.group.runtime.shown
 
+    def complete(self, value: Tensor) -> Tensor:
+        """Return the whole of a value of the parameter's shape, if the model shows itself as DTensors (collective over model axes)."""
+        spec = self.group.specs[self.index]
+        if self.shown is None or spec.distribution is None or tuple(value.shape) != spec.shape:
+            return value
+        if value.requires_grad:
+            return spec.distribution.wrap(value.contiguous()).full_tensor()  # type: ignore[attr-defined,no-any-return]
+        return spec.complete(value)
+
     def fetch(self, gradient: bool) -> Tensor:
         """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
         return self.group.gradients.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
