@@ -132,6 +132,10 @@ class ParamHome(Home):
             return spec.distribution.wrap(value.contiguous()).full_tensor()  # type: ignore[attr-defined,no-any-return]
         return spec.complete(value)
 
+    def part_of(self, value: Tensor) -> Tensor:
+        distribution = self.group.specs[self.index].distribution
+        return value if self.shown is None or distribution is None else distribution.local(value)
+
     def fetch(self, gradient: bool) -> Tensor:
         """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
         return self.group.gradients.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)

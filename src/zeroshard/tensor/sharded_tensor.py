@@ -466,7 +466,7 @@ def _local_of(operand: _T, lead: ShardedTensor) -> _T | Tensor:
         return operand._local
     if isinstance(operand, Tensor) and operand.dim() > 0:
         try:
-            whole = operand.expand(lead.shape)  # a whole operand: this rank takes its own elements
+            whole = lead._home.part_of(operand).expand(lead.shape)  # a whole operand: this rank takes its own elements
         except RuntimeError as error:
             raise ShardedAccessError(
                 f"{lead._home.name}: expected an operand that broadcasts to {tuple(lead.shape)}, got {tuple(operand.shape)}."
