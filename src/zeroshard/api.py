@@ -394,7 +394,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
         if group.trainable:
             for index, spec in enumerate(group.specs):
                 grad = group.gradient(index)
-                whole = grad.full_tensor() if isinstance(grad, ShardedTensor) else _cloned(grad)
+                whole = grad.gathered() if isinstance(grad, ShardedTensor) else _cloned(grad)
                 result[named.get(spec.name, spec.name)] = whole if whole is None else spec.complete(whole)
     return result
 

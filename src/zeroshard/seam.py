@@ -256,6 +256,10 @@ class Engine:
     def _units_of(self, modules: Collection[nn.Module]) -> list[Unit]:
         return [unit for unit in self._runtime.units if any(module in modules for module in unit.modules)]
 
+    def writes(self, modules: Collection[nn.Module]) -> int:
+        """Return how often values of what forwards of these modules gather have been written."""
+        return sum(unit.writes for unit in self._units_of(modules))
+
     def divide_gradients(self, modules: Collection[nn.Module], factor: float) -> None:
         """Let gradients of what forwards of these modules gather be the sum over ranks divided by `factor`, not by their number."""
         for group in (group for unit in self._units_of(modules) for group in unit.trainable):

@@ -189,7 +189,33 @@ def _gathered(door, rank):
     return found, states(model, optimizer) | {"unsharded": {"weight": whole[1]}}
 
 
-PROGRAMS = (_plain, _policies, _accumulated, _meta, _assigned, _gathered)
+def _given(door, rank):
+    """Parameters that are given in bf16 compute in fp32 under a policy; without one they compute, and are stepped, as they are."""
+    model = net().bfloat16()
+    for block in model.blocks:
+        door.fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    door.fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    return [(loss_of(model, rank, step).item(), 0.0) for step in range(2)], {}
+
+
+def _scaled(door, rank):
+    """fp16 with torch's GradScaler."""
+    model = wrapped(door, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=64.0), []
+    for step in range(3):
+        loss = loss_of(model, rank, step)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((loss.item(), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)))
+    return found, {"model": get_model_state_dict(model, options=FULL)}
+
+
+PROGRAMS = (_given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered)
 
 
 def _both(rank, ranks, programs):
@@ -398,7 +424,21 @@ def _mistake_two_models():
 
 
 def _mistake_conversion():
-    wrapped(fsdp).half()
+    model = wrapped(fsdp)
+    list(model.parameters())
+    model.half()
+
+
+def _mistake_no_values():
+    loss_of(wrapped(fsdp, net("meta")), 0, 0)
+
+
+def _mistake_write():
+    model = wrapped(fsdp)
+    model.unshard()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    model.reshard()
 
 
 def _mistake_sync_of_a_part():
@@ -414,6 +454,8 @@ MISTAKES = {
     _mistake_list_alone: r"fully_shard\(\[FSDPLayerNorm, FSDPLinear\]\): .* Call fully_shard\(model\) before its first use",
     _mistake_two_models: "optimizer",
     _mistake_conversion: "parameter weight would be converted from torch.float32 on cpu to torch.float16 .* mp_policy",
+    _mistake_no_values: r"these parameters are on the meta device: .*'embedding.weight'.* Call model.to_empty",
+    _mistake_write: "head.weight: written in place inside a forward, or after unshard",
     _mistake_sync_of_a_part: r"set_requires_gradient_sync\(False\) on FSDPBlock alone: .* Call it on the model's root",
     lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh="dp"): "mesh: expected a DeviceMesh of 1 or 2 axes, got str",
     lambda: fsdp.fully_shard(nn.Linear(2, 2), ignored_params=set(nn.Linear(2, 2).parameters())): "ignored_params: .* a module of their own",

@@ -133,6 +133,19 @@ class ParamHome(Home):
         """Return a view of what the parameter shows at rest; None if it is to be fetched at each use."""
         return None if self.group.values.staged or self.shows_master else self.fetch(gradient=False)
 
+    def complete(self, value: Tensor) -> Tensor:
+        """Return the whole of a value of the parameter's shape, if the model shows itself as DTensors (collective over model axes)."""
+        spec = self.group.specs[self.index]
+        if self.shown is None or spec.distribution is None or tuple(value.shape) != spec.shape:
+            return value
+        if value.requires_grad:
+            return spec.distribution.wrap(value.contiguous()).full_tensor()  # type: ignore[attr-defined]
+        return spec.complete(value)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        distribution = self.group.specs[self.index].distribution
+        return value if self.shown is None or distribution is None else distribution.local(value)
+
     def fetch(self, gradient: bool) -> Tensor:
         """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
         if gradient:

@@ -357,7 +357,7 @@ def _store(group: ParamGroup, index: int, value: Tensor) -> None:
         owner: Any = value._home
         # compare the cuts of all ranks: for a small parameter they may agree on some ranks alone, and the gather needs every rank
         alike = all(owner.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size))
-        piece = value._local if alike else value.full_tensor().reshape(-1)[home.start : home.stop]
+        piece = value._local if alike else value.gathered().reshape(-1)[home.start : home.stop]
     else:
         piece = value.detach().reshape(-1)[home.start : home.stop]
     group.set_local(index, piece)
@@ -371,4 +371,4 @@ def _store(group: ParamGroup, index: int, value: Tensor) -> None:
 
 
 def _whole_of(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, ShardedTensor) else value.detach()
+    return value.gathered() if isinstance(value, ShardedTensor) else value.detach()

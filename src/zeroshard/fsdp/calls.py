@@ -11,9 +11,10 @@ parameters were listed, say) is a root of its own then; a later call around it c
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from ..api import close, shard
 from ..assembly.late_optimizer import expect, watch
 from ..errors import ConfigError
 from ..seam import FIRST_USE, Engine, engine_of, showing_masters
+from ..utils.tensor_tree import map_tensors
+from ..utils.torch_compat import own_parameters
 from ..values import values_to_come
 from .configuration import moved, options_of
 from .state_dicts import serve_loads
@@ -36,6 +39,7 @@ _waiting: weakref.WeakSet[Call] = weakref.WeakSet()
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # all of the process
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _lock = threading.RLock()  # ranks may be threads
+_numbers = itertools.count()
 
 
 class FlatShard(Shard):
@@ -49,7 +53,7 @@ class FlatShard(Shard):
 
 
 class Call:
-    """One call of fully_shard. modules: of the unit. given_dtype: the widest dtype of its floating-point parameters.
+    """One call of fully_shard. modules: of the unit.
 
     root: the call of the model's root, once the model is sharded; engine: the model's, at the root alone.
     """
@@ -66,8 +70,8 @@ class Call:
     ) -> None:  # fmt: skip
         self.modules, self.mesh, self.mp_policy, self.offload = modules, mesh, mp_policy, offload
         self.reshard_after_forward = reshard_after_forward
-        own = [param for module in self.managed() for param in module.parameters(recurse=False) if param.is_floating_point()]
-        self.given_dtype = max((param.dtype for param in own), key=lambda dtype: dtype.itemsize, default=None)
+        self.number = next(_numbers)  # ranks shard models in the order of their calls: a set has another order on each
+        self.undefined: dict[Call, tuple[int, list[str]]] = {}  # of the root: see `check_values`
 
     @property
     def module(self) -> nn.Module:
@@ -76,9 +80,35 @@ class Call:
 
     @property
     def lowers(self) -> bool:
-        """True if parameters compute in a dtype below the one in which the program gave them."""
+        """True if parameters, not sharded yet, will compute in a dtype below the one in which the program gave them."""
         dtype = self.mp_policy.param_dtype
-        return dtype is not None and self.given_dtype is not None and dtype.itemsize < self.given_dtype.itemsize
+        own = [param for module in self.managed() for _, param in nn.Module.named_parameters(module, recurse=False)]
+        return dtype is not None and any(dtype.itemsize < param.dtype.itemsize for param in own if param.is_floating_point())
+
+    @property
+    def waits(self) -> bool:
+        """True until the model is sharded: parameters are the program's own."""
+        return self.root is None
+
+    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters in the tree of the call's first module, by name, as they are now."""
+        yield from nn.Module.named_parameters(self.module)
+
+    def check_values(self) -> None:
+        """Raise ConfigError, naming parameters, if some came on the meta device and nothing has given them values (at the root).
+
+        undefined: for each call with such parameters, the number of writes to its unit when it was sharded, and their names.
+        """
+        names = [name for name, param in self.own_parameters() if param.is_meta] if self.waits else []
+        for call, (writes, each) in self.undefined.items():
+            assert self.engine is not None
+            names += each if self.engine.writes(call.managed()) == writes else []
+        if names:
+            raise ConfigError(
+                f"{type(self.module).__name__}: a forward needs values, and these parameters are on the meta device: {names}. Call "
+                "model.to_empty(device=...) after fully_shard and initialise them, or load them: model.load_state_dict(state, assign=True)."
+            )
+        self.undefined = {}
 
     def tree(self) -> set[nn.Module]:
         """Return the unit's modules and all inside of them."""
@@ -120,6 +150,8 @@ class Call:
                 f"fully_shard([{kinds}]): these modules are used, and no fully_shard has been called on a model that holds them. Call "
                 "fully_shard(model) before its first use."
             )
+        if next(root.own_parameters(), None) is None:
+            return root  # nothing to shard; an outer call may follow
         order = {module: number for number, module in enumerate(root.module.modules())}
         inner.sort(key=lambda call: order[call.module])
         for call in (root, *inner):  # first: zs.shard lists the parameters, too
@@ -130,8 +162,10 @@ class Call:
             for call in (root, *inner):
                 call.root = None
             raise
+        with _lock:
+            for call in (root, *inner):
+                _waiting.discard(call)
         for call in (root, *inner):
-            _waiting.discard(call)
             if call.factor is not None:
                 root.engine.divide_gradients(call.managed(), call.factor)  # type: ignore[union-attr]
         expect_late_optimizers()
@@ -151,7 +185,8 @@ class Call:
             call = module.__dict__.get(STATE)
             if call is not None:
                 call.root = None
-                _waiting.add(call)
+                with _lock:
+                    _waiting.add(call)
 
 
 def _shard(root: Call, inner: Sequence[Call]) -> None:
@@ -159,6 +194,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     model = root.module
     names = {id(module): name for name, module in model.named_modules()}
     options = options_of(root, inner, names)
+    on_meta = {name for name, param in root.own_parameters() if param.is_meta}
     mesh = root.mesh
     if mesh is None and dist.is_initialized():
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -173,7 +209,20 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     if mesh is not None:
         root.engine.show(mesh, (Replicate(),) * (mesh.ndim - 1) + (FlatShard(0),))
     serve_loads(model, root.engine)
+    for call in (root, *inner) if on_meta else ():
+        held = {
+            f"{names[id(module)]}.{attribute}".lstrip(".") for module in call.managed() for attribute in own_parameters(module)
+        }
+        if mine := sorted(held & on_meta):
+            root.undefined[call] = root.engine.writes(call.managed()), mine
+    if mesh is not None and mesh.device_type != "cpu":
+        device = torch.device(mesh.device_type, torch.cuda.current_device())
+        root.engine.also_remove([model.register_forward_pre_hook(_moves_inputs(device), prepend=True, with_kwargs=True)])
     _sharded.add(model)
+
+
+def _moves_inputs(device: torch.device) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, kwargs: map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
 
 
 def _ranks_of(mesh: DeviceMesh, model: nn.Module) -> dict[str, Any]:
@@ -181,18 +230,30 @@ def _ranks_of(mesh: DeviceMesh, model: nn.Module) -> dict[str, Any]:
     distributed = any(isinstance(param, DTensor) for param in model.parameters())
     if mesh.ndim == 1 and not distributed and mesh.mesh.tolist() == list(range(dist.get_world_size())):
         return {}  # all ranks: of one host, they share memory
-    if mesh.ndim == 1:
-        return {"comm": mesh}
-    return {"mesh": mesh._get_root_mesh() if distributed else mesh}
+    if not distributed:
+        return {"comm": mesh} if mesh.ndim == 1 else {"mesh": mesh}
+    return {"mesh": _with_axes_of(mesh, model)}
+
+
+def _with_axes_of(mesh: DeviceMesh, model: nn.Module) -> DeviceMesh:
+    """Return the root mesh of `mesh`, sliced to its axes and those along which DTensors of a model are cut.
+
+    Along any other axis, such as pp, each rank has a model of its own, with an optimizer of its own.
+    """
+    root = mesh._get_root_mesh()
+    meshes = [mesh, *(param.device_mesh for param in model.parameters() if isinstance(param, DTensor))]
+    used = {name for each in meshes for name in each.mesh_dim_names or (None,)}
+    names = tuple(name for name in root.mesh_dim_names or () if name in used)
+    return root[names] if len(names) == len(used) and len(names) < root.ndim else root
 
 
 def _complete_owners(params: Iterable[Any]) -> None:
     """Complete each model that waits for its first use, if one of these is its parameter."""
     wanted = {id(param) for param in params}
     with _lock:
-        waiting = list(_waiting) if wanted else []
+        waiting = sorted(_waiting, key=lambda call: call.number) if wanted else []
     for call in waiting:
-        if call.root is None and any(id(param) in wanted for module in call.modules for param in nn.Module.parameters(module)):
+        if call.waits and any(id(param) in wanted for module in call.modules for _, param in nn.Module.named_parameters(module)):
             call.complete()
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..config import Config, Offload
+from ..config import PRECISIONS, Config, Offload
 from ..errors import ConfigError
+from ..utils.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from .calls import Call
 
 _options: dict[str, Any] = {}
-_PRECISIONS = {None: "fp32", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def configure(**options: Unpack[ShardOptions]) -> None:
@@ -28,7 +28,8 @@ def configure(**options: Unpack[ShardOptions]) -> None:
 
     They override what arguments of fully_shard say. A call without options removes all. Raise ConfigError for a wrong option.
     """
-    Config.build(None, **options)
+    checked: Any = {"precision": "bf16", **options}  # policies say which it is
+    Config.build(None, **checked)
     _options.clear()
     _options.update(options)
 
@@ -39,22 +40,19 @@ def options_of(root: Call, inner: Sequence[Call], names: dict[int, str]) -> dict
     names: of the model's modules, by id.
     """
     calls, policy = [root, *inner], root.mp_policy
-    if policy.param_dtype not in _PRECISIONS:
-        raise ConfigError(
-            f"mp_policy: param_dtype: expected float32, bfloat16 or float16 for the root, got {policy.param_dtype}."
-        )
     units = {id(module) for call in inner for module in call.modules}
+    # not fp16: the program scales its losses itself, by torch.amp.GradScaler
+    precision = "bf16" if policy.param_dtype == torch.bfloat16 else "fp32"
     options: dict[str, Any] = {
         "stage": 3,
         "units": lambda _, module: id(module) in units,
-        "precision": _PRECISIONS[policy.param_dtype],
-        "dtypes": _dtypes(root, inner, names),
+        "precision": precision,
+        "dtypes": _dtypes(calls, names, precision),
         "master_weights": any(call.lowers for call in calls),
-        "cast_inputs": policy.cast_forward_inputs,
+        "cast_inputs": False,  # the policies' hooks do
+        "cast_buffers": False,
         "reduce_dtype": _reduce_dtype(calls),
     }
-    if options["precision"] == "fp16":
-        options["loss_scale"] = 1.0  # the program has a GradScaler of its own
     if any(call.offload is not None for call in calls):
         pinned = all(call.offload.pin_memory for call in calls if call.offload is not None)
         options |= dict.fromkeys(("offload_param", "offload_optimizer"), Offload("cpu", pin_memory=pinned))
@@ -67,25 +65,26 @@ def options_of(root: Call, inner: Sequence[Call], names: dict[int, str]) -> dict
     elif sizes:
         raise ConfigError(f"reshard_after_forward: expected one number of ranks for all units, got {sorted(sizes)}.")
     options |= _options
-    if "stage" in _options and _options["stage"] != 3:
-        options = {
-            name: value for name, value in options.items() if name not in ("max_live_parameters", "zero_hpz_partition_size")
-        }
-        if _options["stage"] != 3 and "offload_param" not in _options:
-            options.pop("offload_param", None)
+    if options["stage"] != 3:  # what is for sharded parameters alone
+        for name in {"max_live_parameters", "zero_hpz_partition_size", "offload_param"} - _options.keys():
+            options.pop(name, None)
     return options
 
 
-def _dtypes(root: Call, inner: Sequence[Call], names: dict[int, str]) -> dict[str, torch.dtype]:
-    """Return the dtype in which each unit computes, by the name of its module, innermost first; no unit has that of the model."""
-    default = root.mp_policy.param_dtype
-    found = []
-    for call in inner:
-        dtype = call.mp_policy.param_dtype or (call.given_dtype if default is not None else None)
-        found += [(names[id(module)], dtype) for module in call.modules if dtype is not None and names[id(module)]]
-    if all(dtype == default for _, dtype in found):
-        return {}
-    return dict(sorted(found, key=lambda entry: -entry[0].count(".")))
+def _dtypes(calls: Sequence[Call], names: dict[int, str], precision: str) -> dict[str, torch.dtype]:
+    """Return the dtype in which a parameter computes, by its name, where `precision` alone would not give it that dtype.
+
+    Keys name parameters, not modules, so that the engine casts nothing on a unit's way: each policy says what is cast.
+    """
+    found: dict[str, torch.dtype] = {}
+    for call in calls:
+        for module in call.managed():
+            for attribute, param in nn.Module.named_parameters(module, recurse=False):
+                wanted = call.mp_policy.param_dtype or param.dtype
+                own = param.dtype if precision == "fp32" or param.dtype == torch.float64 else PRECISIONS[precision]
+                if param.is_floating_point() and wanted != own:
+                    found[f"{names[id(module)]}.{attribute}".lstrip(".")] = wanted
+    return dict(sorted(found.items()))  # ranks compare their options
 
 
 def _reduce_dtype(calls: Sequence[Call]) -> torch.dtype | None:
@@ -97,6 +96,11 @@ def _reduce_dtype(calls: Sequence[Call]) -> torch.dtype | None:
     if len(asked) > 1:
         warnings.warn(f"zeroshard.fsdp: policies name several reduce_dtypes; all gradients are sent in {widest}.", stacklevel=2)
     return widest
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return arguments or an output with all their floating-point tensors cast to a dtype, as a policy asks."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def moved(module: nn.Module, device: torch.device) -> None:

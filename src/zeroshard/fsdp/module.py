@@ -13,7 +13,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from ..errors import ConfigError, ModelChanged, ShardedAccessError
 from ..seam import Engine
-from ..utils.torch_compat import own_buffers
+from ..utils.torch_compat import convert_own, own_buffers
 from ..values.method_forward import register_forward
 from .calls import STATE, Call, call_of
 
@@ -76,7 +76,12 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
 
     @torch.compiler.disable
     def _enter(self) -> None:
+        call = call_of(self)
+        if call.waits:
+            call.check_values()
         root = self._ready()
+        if root.undefined:
+            root.check_values()
         if not root.entered or root is call_of(self):
             root.entered = True
             self._check_sync(root)
@@ -85,12 +90,18 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         self._enter()
         return super().__call__(*args, **kwargs)
 
+    def _list(self) -> None:
+        """Shard the model before its parameters are listed, unless they are on the meta device: they stay there until `to_empty`."""
+        call = call_of(self)
+        if not (call.waits and all(param.is_meta for _, param in call.own_parameters())):
+            self._ready()
+
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        self._ready()
+        self._list()
         return super().parameters(recurse)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        self._ready()
+        self._list()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,37 +113,45 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Apply a conversion (`to`, `cuda`, `to_empty`) to buffers. Parameters have their device and dtype from fully_shard on.
+        """Apply a conversion (`to`, `cuda`, `to_empty`). Before the model is sharded, parameters may be converted to another dtype.
 
-        Raise ModelChanged if the conversion would change the dtype of parameters, or move them to another device.
+        Raise ModelChanged if the model is sharded, and the conversion would change dtype or device of parameters.
         """
-        self._ready()
-        modules = list(self.modules()) if recurse else [self]
+        modules: list[nn.Module] = list(self.modules()) if recurse else [self]
+        own = [param for module in modules for _, param in nn.Module.named_parameters(module, recurse=False)]
+        if call_of(self).waits and any(_converted(fn, param).dtype != param.dtype for param in own):
+            for module in modules:
+                convert_own(module, fn)
+            return self
+        root = self._ready()
         for module in modules:
-            for name, param in module.named_parameters(recurse=False):
-                probe = torch.empty(0, dtype=param.dtype, device=param.device)
-                after = fn(probe)
-                if after.dtype != probe.dtype or (after.device.type != probe.device.type and not after.is_meta):
+            for name, param in nn.Module.named_parameters(module, recurse=False):
+                after = _converted(fn, param)
+                if after.dtype != param.dtype or (after.device.type != param.device.type and not after.is_meta):
                     raise ModelChanged(
-                        f"{type(self).__name__}: parameter {name} would be converted from {probe.dtype} on {probe.device} to {after.dtype} on "
-                        f"{after.device} after fully_shard. Convert the module before it, or use mp_policy, or zs.offload_states(model)."
+                        f"{type(self).__name__}: parameter {name} would be converted from {param.dtype} on {param.device} to {after.dtype} on "
+                        f"{after.device}, and the model is sharded. Convert it before its first use (a forward, a list of its parameters, an "
+                        "optimizer), or use mp_policy, or zs.offload_states(model)."
                     )
                 break
             for name, buffer in module.named_buffers(recurse=False):
                 own_buffers(module)[name] = fn(buffer)
+        if root.undefined and _gives_memory(fn):
+            inside = set(modules)
+            root.undefined = {call: each for call, each in root.undefined.items() if not call.managed() & inside}
         return self
 
     # -- gathering ------------------------------------------------------------------------------------------
 
     @property
-    def _engine(self) -> Engine:
-        engine = self._ready().engine
-        assert engine is not None
-        return engine
+    def _engine(self) -> Engine | None:
+        """The model's engine; None if it has no parameters."""
+        return self._ready().engine
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the unit's parameters (collective). async_op: return a handle whose `wait` puts them into the modules."""
-        handle = _Handle(self._engine.unshard(call_of(self).managed()))
+        engine = self._engine
+        handle = _Handle(engine.unshard(call_of(self).managed()) if engine is not None else lambda: None)
         if async_op:
             return handle
         handle.wait()
@@ -140,12 +159,15 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
 
     def reshard(self) -> None:
         """Release the unit's gathered parameters; no-op while a forward or backward uses them."""
-        if call_of(self).root is not None:
-            self._engine.reshard(call_of(self).managed())
+        call = call_of(self)
+        if call.root is not None and call.root.engine is not None:
+            call.root.engine.reshard(call.managed())
 
     def reset_iter_state(self) -> None:
         """Clear what a forward or backward that raised has left, and drop the gradients. Call it on the model's root."""
-        self._engine.recover()
+        engine = self._engine
+        if engine is not None:
+            engine.recover()
 
     # -- gradients ------------------------------------------------------------------------------------------
 
@@ -178,8 +200,8 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
             raise ConfigError(f"set_gradient_divide_factor: expected a number above 0, got {factor!r}.")
         call = call_of(self)
         call.factor = factor
-        if call.root is not None:
-            self._engine.divide_gradients(call.managed(), factor)
+        if call.root is not None and call.root.engine is not None:
+            call.root.engine.divide_gradients(call.managed(), factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of `set_gradient_divide_factor`."""
@@ -222,6 +244,10 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Take FSDP2's setting. Here buffers of constant number and size are sent from."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"set_reduce_scatter_max_input_buffers: expected an int, got {max_input_buffers!r}.")
+        if max_input_buffers < 1:
+            raise ConfigError(f"set_reduce_scatter_max_input_buffers: expected an int of at least 1, got {max_input_buffers!r}.")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Take FSDP2's setting."""
@@ -259,6 +285,18 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
             f"{type(self).__name__}._get_fsdp_state: this module is sharded by zeroshard.fsdp, which has no FSDPState. For its units and "
             "buffers: zs.report(model), zeroshard.seam.engine_of(model)."
         )
+
+
+def _converted(fn: Callable[[torch.Tensor], torch.Tensor], param: nn.Parameter) -> torch.Tensor:
+    return fn(torch.empty(0, dtype=param.dtype, device=param.device))
+
+
+def _gives_memory(fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Return whether a conversion is that of `to_empty`, which takes tensors of the meta device."""
+    try:
+        return not fn(torch.empty(0, device="meta")).is_meta
+    except NotImplementedError:
+        return False
 
 
 def _check_modules(modules: list[Any]) -> None:

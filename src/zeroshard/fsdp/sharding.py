@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from ..errors import ConfigError
-from ..utils.torch_compat import tree_map_only
 from .calls import STATE, Call
+from .configuration import cast
 from .module import become_fsdp
 
 
@@ -35,7 +35,7 @@ def fully_shard(
         shard_placement_fn: called for each parameter; Shard of any axis and None are the same here, since a rank's slice is a range of
             the flattened parameter.
         mp_policy: param_dtype: the dtype in which the unit computes, with fp32 masters; reduce_dtype: in which gradients are sent;
-            output_dtype: to which outputs are cast; cast_forward_inputs: of the model's root.
+            output_dtype, cast_forward_inputs: whether outputs and inputs of each module are cast.
         offload_policy: CPUOffloadPolicy: parameters and optimizer states rest on the host, which steps.
         ignored_params, dp_mesh_dims: not served.
 
@@ -57,14 +57,21 @@ def fully_shard(
     if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim > 2):
         got = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise ConfigError(f"fully_shard: mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Slice it: mesh['dp'].")
+    kept = reshard_after_forward
+    if kept is not None and not isinstance(kept, bool) and not (isinstance(kept, int) and kept > 0):
+        raise ConfigError(f"fully_shard: reshard_after_forward: expected None, a bool or a number of ranks, got {kept!r}.")
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
         raise ConfigError(f"fully_shard: offload_policy: expected an OffloadPolicy, got {type(offload_policy).__name__}.")
     for param in (param for each in modules for param in each.parameters()):
         placement = None if shard_placement_fn is None else shard_placement_fn(param)
         if placement is not None and not isinstance(placement, Shard):
             raise ConfigError(f"fully_shard: shard_placement_fn: expected None or Shard, got {placement}: one mesh for a model.")
-    for inside in {inside for each in modules for inside in each.modules()}:
-        earlier = inside.__dict__.get(STATE)
+        if placement is not None and not -param.ndim <= placement.dim < max(param.ndim, 1):
+            raise ConfigError(
+                f"fully_shard: shard_placement_fn: {placement} of a parameter of shape {tuple(param.shape)}, which has no such axis."
+            )
+    for each in dict.fromkeys(inside for outer in modules for inside in outer.modules()):
+        earlier = each.__dict__.get(STATE)
         if earlier is not None and earlier.engine is not None:
             earlier.reopen()
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
@@ -72,8 +79,10 @@ def fully_shard(
     for each in modules:
         each.__dict__[STATE] = call
         become_fsdp(each)
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            each.register_forward_pre_hook(_casts_inputs(policy.param_dtype), prepend=True, with_kwargs=True)
         if policy.output_dtype is not None:
-            each.register_forward_hook(_cast_to(policy.output_dtype))
+            each.register_forward_hook(_casts_output(policy.output_dtype))
     call.wait()
     return module
 
@@ -84,7 +93,7 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard: module: expected an nn.Module or a list of them, got {name}.")
-        if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if type(module).forward is nn.Module.forward:
             raise ConfigError(
                 f"fully_shard does not support containers that do not implement forward: {name}. Call it on the items."
             )
@@ -92,14 +101,21 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
             raise ConfigError(
                 f"fully_shard has already been applied to this {name}: call it once on each module, the root at last."
             )
+        for attribute, param in nn.Module.named_parameters(module):
+            if hasattr(param, "fsdp_pre_all_gather"):
+                raise ConfigError(
+                    f"fully_shard: parameter {attribute} of {name} is a {type(param.data).__name__} with fsdp_pre_all_gather, FSDP2's hook on what "
+                    "is sent. zeroshard gathers plain tensors: use those, and zeroshard.fsdp.configure(zero_quantized_weights=True) to send fewer bytes."
+                )
     if not given:
         raise ConfigError("fully_shard: module: expected an nn.Module or a list of them, got an empty list.")
     inside = {child for module in given for child in module.modules() if child is not module}
     return tuple(module for module in dict.fromkeys(given) if module not in inside)
 
 
-def _cast_to(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    def cast(module: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
+def _casts_inputs(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, kwargs: cast((args, kwargs), dtype)
 
-    return cast
+
+def _casts_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
+    return lambda module, args, output: cast(output, dtype)

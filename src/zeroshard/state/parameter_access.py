@@ -177,7 +177,7 @@ class _Gradient(ParameterPart):
         grad = self.group.gradient(self.index)
         if grad is None:
             return None
-        return (grad.full_tensor() if isinstance(grad, ShardedTensor) else grad).clone()
+        return (grad.gathered() if isinstance(grad, ShardedTensor) else grad).clone()
 
     def _prepare(self) -> str | None:
         self.group.runtime.flush()

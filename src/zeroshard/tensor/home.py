@@ -55,6 +55,14 @@ class Home:
         """DeviceMesh and placements that the tensor shows to code that asks a DTensor for them; None: it shows none."""
         return None
 
+    def complete(self, value: Tensor) -> Tensor:
+        """Return what `full_tensor()` of the tensor shall return, from its whole value, which may be a part of a larger tensor."""
+        return value
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """Return the tensor's part of a value of what `complete` returns; any other operand as it is."""
+        return value
+
     @property
     def unit(self) -> str:
         """Name of the module whose forward gathers the tensor; "" where the model has no such module."""
@@ -147,6 +155,12 @@ class DerivedHome(Home):
     @property
     def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
         return self.parent.shown
+
+    def complete(self, value: Tensor) -> Tensor:
+        return self.parent.complete(value)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        return self.parent.part_of(value)
 
     @property
     def traced(self) -> bool:

@@ -134,7 +134,7 @@ class ShardedTensor(HasChunks, HasNoMemory):
 
     def tolist(self) -> list:  # type: ignore[override]
         """Return the elements of a result (collective); raise ShardedAccessError for a parameter or a gradient."""
-        return self.full_tensor().tolist() if self._computed else self.numpy()
+        return self.gathered().tolist() if self._computed else self.numpy()
 
     @property
     def device_mesh(self) -> Any:
@@ -156,7 +156,15 @@ class ShardedTensor(HasChunks, HasNoMemory):
         return read(self, self._local, sliced=True)
 
     def full_tensor(self) -> Tensor:
-        """Return a copy of the whole tensor on every rank (collective). Differentiable."""
+        """Return a copy of the whole tensor on every rank (collective). Differentiable.
+
+        Of a part of a larger tensor (tensor or expert parallelism): the whole part, as `shape` has it. Under FSDP2's door, where
+        a program expects what a DTensor returns: the larger tensor.
+        """
+        return self._home.complete(self.gathered())
+
+    def gathered(self) -> Tensor:
+        """Return a copy with the slices of all data-parallel ranks, of this tensor's shape (collective). Differentiable."""
         if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward: gather the unit, as its operations do
             lent = self._home.lend(torch.clone, (self,), {})
             if isinstance(lent, Tensor):  # a forward runs, and its unit is gathered
@@ -191,7 +199,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
                 if result is not NotImplemented:
                     return result
             if getattr(func, "__name__", "") in READS:
-                args, kwargs = tree_map_only(ShardedParameter, lambda param: param.full_tensor(), (args, kwargs))
+                args, kwargs = tree_map_only(ShardedParameter, lambda param: param.gathered(), (args, kwargs))
         with torch_compat.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -456,7 +464,7 @@ def _local_of(operand: _T, lead: ShardedTensor) -> _T | Tensor:
         return operand._local
     if isinstance(operand, Tensor) and operand.dim() > 0:
         try:
-            whole = operand.expand(lead.shape)  # a whole operand: this rank takes its own elements
+            whole = lead._home.part_of(operand).expand(lead.shape)  # a whole operand: this rank takes its own elements
         except RuntimeError as error:
             raise ShardedAccessError(
                 f"{lead._home.name}: expected an operand that broadcasts to {tuple(lead.shape)}, got {tuple(operand.shape)}."
@@ -508,7 +516,7 @@ def _masked_fill_(func: OpOverload, args: tuple, kwargs: dict) -> object:
     """Fill a tensor where a mask is True: a sharded one slice by slice; for a whole one, gather the sharded mask (collective)."""
     target, mask, value = args
     if not isinstance(target, ShardedTensor) and mask._computed:
-        return func(target, mask.full_tensor(), value)
+        return func(target, mask.gathered(), value)
     return _elementwise(func, args, kwargs)
 
 

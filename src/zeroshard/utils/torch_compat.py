@@ -261,6 +261,11 @@ def early_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return vars(module).get("_modules", {})
 
 
+def convert_own(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply a conversion, as `module.to()` does, to a module's own parameters, their gradients and buffers."""
+    nn.Module._apply(module, fn, recurse=False)
+
+
 def set_compiled_call(module: nn.Module, call: Callable | None) -> None:
     """Set the function that calls of a module run in place of its forward."""
     module._compiled_call_impl = call

@@ -127,7 +127,7 @@ class Gathering:
                 if isinstance(home, ParamHome):
                     units.setdefault(id(home.group.unit), []).append(param)
                 else:
-                    self._wholes.append(_Whole(param, param.full_tensor(), self))  # type: ignore[attr-defined]
+                    self._wholes.append(_Whole(param, param.gathered(), self))  # type: ignore[attr-defined]
             for params in units.values():
                 self._open_unit(params)
         except BaseException:

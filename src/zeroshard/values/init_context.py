@@ -111,7 +111,7 @@ class BirthHome(Home):
         except ShardedWriteError:
             raise
         except ShardedAccessError:
-            args, kwargs = tree_map_only(ShardedTensor, lambda tensor: tensor.detach().full_tensor(), (args, kwargs))
+            args, kwargs = tree_map_only(ShardedTensor, lambda tensor: tensor.detach().gathered(), (args, kwargs))
             return func(*args, **kwargs)
 
     def assign(self, param: Tensor, value: Tensor) -> None:
