@@ -46,11 +46,12 @@ from .engine.ledger import (
     listener,
     making,
 )
+from .engine.masters import showing_masters
 from .engine.mixed_precision import Progress
 from .engine.parameter import ParamSpec
 from .engine.prefetch import most_gathered
 from .engine.rest import Links, Rest
-from .engine.runtime import FIRST_USE, Runtime, runtime_of, showing_masters
+from .engine.runtime import FIRST_USE, Runtime, runtime_of
 from .engine.saved_parameters import SavedParameters
 from .engine.sizes import BUFFERS, Group, rests_away
 from .engine.topology import Parts, Topology, needed

@@ -1,12 +1,9 @@
 """zeroshard.fsdp beside torch's FSDP2: the same program with either gives equal losses, norms, parameters and optimizer states."""
 
-import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,7 +152,9 @@ def _assigned(door, rank):
     optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(1))], lr=0.02)
     wrapped(door, model)
     shown = model.state_dict()
-    state = {name: distribute_tensor(given[name], param.device_mesh, param.placements) for name, param in model.named_parameters()}
+    state = {
+        name: distribute_tensor(given[name], param.device_mesh, param.placements) for name, param in model.named_parameters()
+    }
     state["scale"] = given["scale"]
     assert shown.keys() == state.keys()
     model.load_state_dict(state, assign=True)
@@ -198,6 +197,19 @@ def _given(door, rank):
     return [(loss_of(model, rank, step).item(), 0.0) for step in range(2)], {}
 
 
+def _frozen(door, rank):
+    """A frozen part keeps its precision under a policy; rank 0 alone counts the parameters."""
+    model = net()
+    model.blocks[0].requires_grad_(False)
+    wrapped(door, model, mp_policy=BF16)
+    if rank == 0:
+        assert sum(param.numel() for param in model.parameters()) == sum(param.numel() for param in net().parameters())
+    dist.barrier()
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.02)
+    found = steps(model, optimizer, rank)
+    return found, {"model": get_model_state_dict(model, options=FULL)}
+
+
 def _scaled(door, rank):
     """fp16 with torch's GradScaler."""
     model = wrapped(door, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32))
@@ -215,7 +227,7 @@ def _scaled(door, rank):
     return found, {"model": get_model_state_dict(model, options=FULL)}
 
 
-PROGRAMS = (_given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered)
+PROGRAMS = (_frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered)
 
 
 def _both(rank, ranks, programs):
@@ -355,6 +367,8 @@ def test_parameters_stay_the_objects_that_they_were_and_the_class_is_fsdps():
     wrapped(fsdp, model)
     assert isinstance(model, fsdp.FSDPModule) and isinstance(model.blocks[0], torch_fsdp.FSDPModule)
     assert type(model).__name__ == "FSDPNet" and isinstance(model, Net)
+    assert sum(param.numel() for param in model.parameters()) == sum(param.numel() for param in given.values())
+    assert type(kept[0]) is fsdp.calls.WaitingParameter and len(model.state_dict()) == 1 + len(kept)
     assert all(param is given[name] and isinstance(param, ShardedParameter) for name, param in model.named_parameters())
     assert kept[0] is model.embedding.weight
     layers = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
@@ -374,7 +388,8 @@ def test_an_optimizer_from_a_module_around_the_root_is_the_sharded_one():
 def test_a_part_that_was_listed_first_becomes_a_part_of_the_model():
     model = net()
     fsdp.fully_shard(model.blocks[0])
-    assert all(isinstance(param, ShardedParameter) for param in model.blocks[0].parameters())  # a model of its own, for now
+    model.blocks[0].state_dict()
+    assert isinstance(model.blocks[0].up.weight, ShardedParameter)  # a model of its own, for now
     fsdp.fully_shard(model.blocks[1])
     fsdp.fully_shard(model)
     assert {"blocks.0", "blocks.1"} < {name for name, _ in engine_of(model).modules_of_units()}
@@ -425,7 +440,7 @@ def _mistake_two_models():
 
 def _mistake_conversion():
     model = wrapped(fsdp)
-    list(model.parameters())
+    model.state_dict()
     model.half()
 
 
@@ -501,7 +516,17 @@ print(fully_shard.__module__, sys.argv[1:])
 
 def test_a_script_runs_as_it_is(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "zeroshard.fsdp", "--offload-optimizer", "cpu", "--report", str(tmp_path / "train.py"), "--lr", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "zeroshard.fsdp",
+        "--offload-optimizer",
+        "cpu",
+        "--report",
+        str(tmp_path / "train.py"),
+        "--lr",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     assert "zeroshard.fsdp.sharding ['--lr', '1']" in done.stdout and "on host: gradients" in done.stdout

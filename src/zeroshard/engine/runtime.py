@@ -15,7 +15,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +30,7 @@ from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, 
 from .auto_wrap import input_dtype
 from .freezing import Freezing
 from .gradient_account import GradientAccount
+from .masters import masters_shown
 from .mixed_precision import Progress
 from .parameter import ParamHome
 from .prefetch import Prefetcher
@@ -45,17 +45,6 @@ from .watch import ModelWatch, Watches
 from .write_gate import WriteGate
 
 FIRST_USE = "_zeroshard_first_use"  # entry of a module's __dict__: a function that shards the model at its first use
-_masters_shown: ContextVar[bool] = ContextVar("masters shown", default=False)
-
-
-@contextlib.contextmanager
-def showing_masters() -> Iterator[None]:
-    """Context of a zs.shard after which parameters at rest are the fp32 masters for the program (`ParamHome.shows_master`)."""
-    token = _masters_shown.set(True)
-    try:
-        yield
-    finally:
-        _masters_shown.reset(token)
 
 
 class Backward:
@@ -95,7 +84,7 @@ class Runtime:
         self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
         self.comm, self.watches = topology.control, watches
         self.moved = tiers.make_away()
-        self.shows_masters = _masters_shown.get()
+        self.shows_masters = masters_shown.get()
         self.shown: tuple[Any, tuple[Any, ...]] | None = None  # DeviceMesh and placements that sharded parameters show
         self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
         self.awaiting: weakref.WeakSet[Any] = (

@@ -29,6 +29,7 @@ from .flat_buffer import ParameterBuffer
 from .flat_layout import ALIGNMENT, FlatLayout, round_up
 from .inner_optimizer import optimizer_groups
 from .ledger import MASTERS
+from .masters import masters_shown
 from .parameter import ParamSpec
 from .reduction import GradientBuffer
 from .rest import Rest
@@ -126,6 +127,8 @@ class Inventory:
                     gradient = dtype if dtype == torch.float64 else config.gradient_dtype
                     columns, unpadded = max((plan.columns for plan in plans), key=len), round_up(layout.slots[-1].stop, alignment)
                     sizes = Group(layout.numel, numel, dtype, gradient, offload, master, columns, at_rest, unpadded)
+                elif masters_shown.get() and any(spec.given_dtype.itemsize > dtype.itemsize for spec in bucket):
+                    sizes = Group(layout.numel, layout.shard_numel, dtype, master=torch.float32, whole=at_rest)
                 plan = plans[0] if trained else StatePlan()  # a frozen group has no gradient, masters or states
                 units[-1].append(GroupLayout(bucket, layout, own, values, gradients, sizes, plan))
         return ModelLayout(self, config, topology, units)

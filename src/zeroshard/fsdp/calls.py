@@ -1,11 +1,14 @@
 """Calls of fully_shard: each names a unit; the outermost one is the model's root, which zs.shard shards at its first use.
 
     fully_shard(block) ... fully_shard(model)      recorded: parameters are still the program's own
-    model.parameters(), model.state_dict(),        the first of these shards the model: parameters become sharded ones, in place
-    a forward, an optimizer of its parameters      (the same objects)
+    a forward, model.state_dict(), to_empty(),     the first of these, on all ranks, shards the model: parameters become sharded
+    an optimizer of its parameters                 ones, in place (the same objects)
 
-A call can not know whether an outer one follows, so the root is found at the first use. A part that was used before (its
-parameters were listed, say) is a root of its own then; a later call around it closes it, and shards it with the rest.
+Until then parameters are `WaitingParameter`s, which show the mesh and placements that they will have: one rank alone may list
+them (to count them, say).
+
+A call can not know whether an outer one follows, so the root is found at the first use. A part that was used before, but for
+a forward, is a root of its own then; a later call around it closes it, and shards it with the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..api import close, shard
 from ..assembly.late_optimizer import expect, watch
@@ -50,6 +53,32 @@ class FlatShard(Shard):
 
     def __repr__(self) -> str:
         return "FlatShard()"
+
+
+class WaitingParameter(nn.Parameter):
+    """A parameter of a model that waits for its first use, whole and plain, with what programs ask of a DTensor."""
+
+    _call: Call
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh over which the parameter will be sharded."""
+        return self._call.shown()[0]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placements that the sharded parameter will show."""
+        return self._call.shown()[1]
+
+    def full_tensor(self) -> Tensor:
+        """Return a copy of the whole tensor; shard the model (collective)."""
+        self._call.complete()
+        return self.full_tensor()  # of the sharded parameter that the object is now
+
+    def to_local(self) -> Tensor:
+        """Return this rank's slice, flat; shard the model (collective)."""
+        self._call.complete()
+        return self.to_local()
 
 
 class Call:
@@ -132,8 +161,21 @@ class Call:
         """Wait for the first use of the model."""
         for module in self.modules:
             module.__dict__[FIRST_USE] = self.complete
+        for _, param in self.own_parameters():
+            if type(param) is nn.Parameter:
+                param.__class__ = WaitingParameter
+                param.__dict__["_call"] = self
         with _lock:
             _waiting.add(self)
+
+    def shown(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Return the mesh and the placements that parameters show."""
+        if self.mesh is None:
+            if not dist.is_initialized():
+                raise AttributeError("there is no process group, and so no device_mesh")
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self.mesh = init_device_mesh(device, (dist.get_world_size(),))
+        return self.mesh, (Replicate(),) * (self.mesh.ndim - 1) + (FlatShard(0),)
 
     def complete(self) -> Call:
         """Shard the model of this call, unless that has been done (collective); return the call of its root."""
@@ -154,6 +196,16 @@ class Call:
             return root  # nothing to shard; an outer call may follow
         order = {module: number for number, module in enumerate(root.module.modules())}
         inner.sort(key=lambda call: order[call.module])
+        for call in inner:
+            if call.mesh not in (None, root.mesh):
+                raise ConfigError(
+                    f"fully_shard: {type(call.module).__name__} was given another mesh than the model, {type(root.module).__name__}: all units of "
+                    "a model are sharded over one mesh. Give both the same one."
+                )
+        for _, param in root.own_parameters():
+            if isinstance(param, WaitingParameter):
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
+                del param.__dict__["_call"]
         for call in (root, *inner):  # first: zs.shard lists the parameters, too
             call.root = root
         try:
@@ -196,18 +248,17 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     options = options_of(root, inner, names)
     on_meta = {name for name, param in root.own_parameters() if param.is_meta}
     mesh = root.mesh
-    if mesh is None and dist.is_initialized():
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    elif mesh is not None:
+    if mesh is not None:
         options |= _ranks_of(mesh, model)
+    elif dist.is_initialized():
+        mesh, _ = root.shown()
     if mesh is not None and mesh.device_type != "cpu":
         moved(model, torch.device(mesh.device_type, torch.cuda.current_device()))
     with values_to_come(), showing_masters():
         shard(model, None, **options)
     root.engine = engine_of(model)
     if mesh is not None:
-        root.engine.show(mesh, (Replicate(),) * (mesh.ndim - 1) + (FlatShard(0),))
+        root.engine.show(*root.shown())
     serve_loads(model, root.engine)
     for call in (root, *inner) if on_meta else ():
         held = {

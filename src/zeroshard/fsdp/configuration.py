@@ -66,6 +66,11 @@ def options_of(root: Call, inner: Sequence[Call], names: dict[int, str]) -> dict
         raise ConfigError(f"reshard_after_forward: expected one number of ranks for all units, got {sorted(sizes)}.")
     options |= _options
     if options["stage"] != 3:  # what is for sharded parameters alone
+        if options["master_weights"]:
+            raise ConfigError(
+                f"zeroshard.fsdp.configure(stage={options['stage']}) with an mp_policy that computes below the parameters' dtype: parameters that "
+                "every rank has whole would show, and save, rounded values. Use stage 3, or give the model in that dtype."
+            )
         for name in {"max_live_parameters", "zero_hpz_partition_size", "offload_param"} - _options.keys():
             options.pop(name, None)
     return options

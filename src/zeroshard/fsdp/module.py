@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -89,20 +89,6 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._enter()
         return super().__call__(*args, **kwargs)
-
-    def _list(self) -> None:
-        """Shard the model before its parameters are listed, unless they are on the meta device: they stay there until `to_empty`."""
-        call = call_of(self)
-        if not (call.waits and all(param.is_meta for _, param in call.own_parameters())):
-            self._ready()
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        self._list()
-        return super().parameters(recurse)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        self._list()
-        return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._ready()
