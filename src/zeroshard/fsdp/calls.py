@@ -11,9 +11,10 @@ parameters were listed, say) is a root of its own then; a later call around it c
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ..api import close, shard
 from ..assembly.late_optimizer import expect, watch
 from ..errors import ConfigError
 from ..seam import FIRST_USE, Engine, engine_of, showing_masters
+from ..utils.torch_compat import tree_map_only
 from ..values import values_to_come
 from .configuration import moved, options_of
 from .state_dicts import serve_loads
@@ -36,6 +38,7 @@ _waiting: weakref.WeakSet[Call] = weakref.WeakSet()
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # all of the process
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _lock = threading.RLock()  # ranks may be threads
+_numbers = itertools.count()
 
 
 class FlatShard(Shard):
@@ -51,12 +54,14 @@ class FlatShard(Shard):
 class Call:
     """One call of fully_shard. modules: of the unit. given_dtype: the widest dtype of its floating-point parameters.
 
-    root: the call of the model's root, once the model is sharded; engine: the model's, at the root alone.
+    root: the call of the model's root, once the model is sharded; engine: the model's, at the root alone. number: of calls before it,
+    the order in which every rank sees to several calls.
     """
 
     root: Call | None = None
     engine: Engine | None = None
     entered = False  # a forward has begun
+    joined: list[Call]  # of a holder of several models (`Several`): their roots
     sync = True  # `set_requires_gradient_sync`
     factor: float | None = None  # `set_gradient_divide_factor`
 
@@ -65,6 +70,7 @@ class Call:
         mp_policy: MixedPrecisionPolicy, offload: CPUOffloadPolicy | None,
     ) -> None:  # fmt: skip
         self.modules, self.mesh, self.mp_policy, self.offload = modules, mesh, mp_policy, offload
+        self.number, self.joined = next(_numbers), []
         self.reshard_after_forward = reshard_after_forward
         own = [param for module in self.managed() for param in module.parameters(recurse=False) if param.is_floating_point()]
         self.given_dtype = max((param.dtype for param in own), key=lambda dtype: dtype.itemsize, default=None)
@@ -83,6 +89,12 @@ class Call:
     def tree(self) -> set[nn.Module]:
         """Return the unit's modules and all inside of them."""
         return {inside for module in self.modules for inside in module.modules()}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return all parameters of the unit's modules, without using the model, as FSDPModule.parameters() does."""
+        for module in self.modules:
+            for _, param in nn.Module.named_parameters(module):
+                yield param
 
     def managed(self) -> set[nn.Module]:
         """Return the modules of the unit, without those of units inside of it."""
@@ -105,13 +117,17 @@ class Call:
         with _lock:
             _waiting.add(self)
 
+    def outermost(self) -> Call:
+        """Return the call, of those that wait, whose model holds this unit and no other holds."""
+        around = [call for call in _waiting if call is not self and self.module in call.tree()]
+        return max(around, key=lambda call: len(call.tree()), default=self)
+
     def complete(self) -> Call:
         """Shard the model of this call, unless that has been done (collective); return the call of its root."""
         with _lock:
             if self.root is not None:
                 return self.root
-            around = [call for call in _waiting if call is not self and self.module in call.tree()]
-            root = max(around, key=lambda call: len(call.tree()), default=self)
+            root = self.outermost()
             inside = root.tree()
             inner = [call for call in _waiting if call is not root and call.module in inside]
         if len(root.modules) > 1:
@@ -151,7 +167,8 @@ class Call:
             call = module.__dict__.get(STATE)
             if call is not None:
                 call.root = None
-                _waiting.add(call)
+                if not call.joined:
+                    _waiting.add(call)
 
 
 def _shard(root: Call, inner: Sequence[Call]) -> None:
@@ -173,7 +190,8 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     if mesh is not None:
         root.engine.show(mesh, (Replicate(),) * (mesh.ndim - 1) + (FlatShard(0),))
     serve_loads(model, root.engine)
-    _sharded.add(model)
+    with _lock:
+        _sharded.add(model)
 
 
 def _ranks_of(mesh: DeviceMesh, model: nn.Module) -> dict[str, Any]:
@@ -186,14 +204,53 @@ def _ranks_of(mesh: DeviceMesh, model: nn.Module) -> dict[str, Any]:
     return {"mesh": mesh._get_root_mesh() if distributed else mesh}
 
 
-def _complete_owners(params: Iterable[Any]) -> None:
-    """Complete each model that waits for its first use, if one of these is its parameter."""
+class Several(nn.Module):
+    """Holder of models that one optimizer steps, which are units of one sharded model then. Nobody calls it."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for number, model in enumerate(models):
+            self.add_module(str(number), model)
+
+
+def _cast_inputs_to(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+
+    return cast
+
+
+def _complete_owners(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
+    """Complete the models whose parameters an optimizer holds or is given; several become one sharded model (collective).
+
+    Raise ConfigError if there are several, and one has run a forward, or they are sharded over different ranks.
+    """
     wanted = {id(param) for param in params}
+    wanted |= {id(param) for group in optimizer.param_groups for param in group["params"]}
     with _lock:
-        waiting = list(_waiting) if wanted else []
-    for call in waiting:
-        if call.root is None and any(id(param) in wanted for module in call.modules for param in nn.Module.parameters(module)):
-            call.complete()
+        calls = {call_of(model) for model in _sharded} | {call.outermost() for call in _waiting}
+    owners = [call for call in calls if any(id(param) in wanted for param in call.parameters())]
+    roots = sorted(owners, key=lambda call: call.number)
+    if len(roots) > 1:
+        kinds = ", ".join(type(root.module).__name__ for root in roots)
+        if any(root.entered for root in roots) or len({root.mesh for root in roots}) > 1:
+            raise ConfigError(
+                f"optimizer: this {type(optimizer).__name__} is given parameters of several models, {kinds}, which have run forwards or have "
+                "different meshes. Call fully_shard on the module that holds them, or make an optimizer for each."
+            )
+        for root in roots:
+            if root.engine is not None:
+                root.reopen()
+            dtype = root.mp_policy.param_dtype if root.mp_policy.cast_forward_inputs else None
+            if dtype is not None and not root.joined:  # the engine casts what a model's root gets
+                root.module.register_forward_pre_hook(_cast_inputs_to(dtype), with_kwargs=True)
+        parts = [part for root in roots for part in root.joined or [root]]
+        joint = Call((Several(part.module for part in parts),), parts[0].mesh, None, parts[0].mp_policy, None)
+        joint.joined, joint.module.__dict__[STATE] = parts, joint
+        joint.wait()
+        roots = [joint]
+    for root in roots:
+        root.complete()
 
 
 @functools.cache
@@ -211,7 +268,7 @@ def track_optimizers() -> None:
         if given is not None and not isinstance(given, Tensor):
             given = param_group["params"] = list(given)  # it may be a generator
         listed = [given] if isinstance(given, Tensor) else given or ()
-        _complete_owners([each[1] if isinstance(each, tuple) else each for each in listed])
+        _complete_owners(self, [each[1] if isinstance(each, tuple) else each for each in listed])
         _optimizers.add(self)
         plain(self, param_group)
 

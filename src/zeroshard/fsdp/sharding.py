@@ -65,8 +65,8 @@ def fully_shard(
             raise ConfigError(f"fully_shard: shard_placement_fn: expected None or Shard, got {placement}: one mesh for a model.")
     for inside in {inside for each in modules for inside in each.modules()}:
         earlier = inside.__dict__.get(STATE)
-        if earlier is not None and earlier.engine is not None:
-            earlier.reopen()
+        if earlier is not None and earlier.root is not None and (earlier.root is earlier or earlier.root.joined):
+            earlier.root.reopen()
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     call = Call(modules, mesh, reshard_after_forward, policy, offload)
     for each in modules:
@@ -84,7 +84,7 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard: module: expected an nn.Module or a list of them, got {name}.")
-        if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ConfigError(
                 f"fully_shard does not support containers that do not implement forward: {name}. Call it on the items."
             )
