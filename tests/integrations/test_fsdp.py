@@ -227,7 +227,30 @@ def _scaled(door, rank):
     return found, {"model": get_model_state_dict(model, options=FULL)}
 
 
-PROGRAMS = (_frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered)
+def _roots(door, rank):
+    """Parts that are roots of their own inside a module that is not given to fully_shard, with one optimizer in two groups."""
+    model = net()
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")  # a class whose forward is its instance's
+    parts = [model.embedding, *model.blocks, model.norm, model.head]
+    for part in parts:
+        door.fully_shard(part, mp_policy=BF16)
+    others = [*model.head.parameters(), model.embedding.weight, *model.norm.parameters()]
+    optimizer = torch.optim.AdamW([{"params": model.blocks.parameters()}, {"params": others}], lr=0.02)
+    found = []
+    for step in range(6):
+        for part in parts:
+            part.set_requires_gradient_sync(step % 2 == 1)
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7) if step % 2 else torch.zeros(())
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((loss.item(), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)))
+    return found, states(model, optimizer)
+
+
+PROGRAMS = (_roots, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered)
 
 
 def _both(rank, ranks, programs):
@@ -433,9 +456,8 @@ def _mistake_list_alone():
 
 def _mistake_two_models():
     one, other = wrapped(fsdp), wrapped(fsdp)
-    optimizer = torch.optim.AdamW([*one.parameters(), *other.parameters()])
-    loss_of(one, 0, 0).backward()
-    optimizer.step()
+    loss_of(one, 0, 0)
+    torch.optim.AdamW([*one.parameters(), *other.parameters()])
 
 
 def _mistake_conversion():
@@ -467,7 +489,7 @@ MISTAKES = {
     _mistake_container: "containers that do not implement forward: ModuleList. Call it on the items",
     _mistake_late_root: "FSDPBlock, a part of this module, has run a forward as a model of its own: call fully_shard on the whole model",
     _mistake_list_alone: r"fully_shard\(\[FSDPLayerNorm, FSDPLinear\]\): .* Call fully_shard\(model\) before its first use",
-    _mistake_two_models: "optimizer",
+    _mistake_two_models: "this AdamW is given parameters of several models, FSDPNet, FSDPNet, .* make an optimizer for each",
     _mistake_conversion: "parameter weight would be converted from torch.float32 on cpu to torch.float16 .* mp_policy",
     _mistake_no_values: r"these parameters are on the meta device: .*'embedding.weight'.* Call model.to_empty",
     _mistake_write: "head.weight: written in place inside a forward, or after unshard",

@@ -84,12 +84,14 @@ class WaitingParameter(nn.Parameter):
 class Call:
     """One call of fully_shard. modules: of the unit.
 
-    root: the call of the model's root, once the model is sharded; engine: the model's, at the root alone.
+    root: the call of the model's root, once the model is sharded; engine: the model's, at the root alone. number: of calls before it,
+    the order in which every rank sees to several calls.
     """
 
     root: Call | None = None
     engine: Engine | None = None
     entered = False  # a forward has begun
+    joined: list[Call]  # of a holder of several models (`Several`): their roots
     sync = True  # `set_requires_gradient_sync`
     factor: float | None = None  # `set_gradient_divide_factor`
 
@@ -98,6 +100,7 @@ class Call:
         mp_policy: MixedPrecisionPolicy, offload: CPUOffloadPolicy | None,
     ) -> None:  # fmt: skip
         self.modules, self.mesh, self.mp_policy, self.offload = modules, mesh, mp_policy, offload
+        self.joined, self._shown = list[Call](), mesh
         self.reshard_after_forward = reshard_after_forward
         self.number = next(_numbers)  # ranks shard models in the order of their calls: a set has another order on each
         self.undefined: dict[Call, tuple[int, list[str]]] = {}  # of the root: see `check_values`
@@ -143,6 +146,12 @@ class Call:
         """Return the unit's modules and all inside of them."""
         return {inside for module in self.modules for inside in module.modules()}
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return all parameters of the unit's modules, without using the model, as FSDPModule.parameters() does."""
+        for module in self.modules:
+            for _, param in nn.Module.named_parameters(module):
+                yield param
+
     def managed(self) -> set[nn.Module]:
         """Return the modules of the unit, without those of units inside of it."""
         found: set[nn.Module] = set()
@@ -170,20 +179,24 @@ class Call:
 
     def shown(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the mesh and the placements that parameters show."""
-        if self.mesh is None:
+        if self._shown is None:
             if not dist.is_initialized():
                 raise AttributeError("there is no process group, and so no device_mesh")
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            self.mesh = init_device_mesh(device, (dist.get_world_size(),))
-        return self.mesh, (Replicate(),) * (self.mesh.ndim - 1) + (FlatShard(0),)
+            self._shown = init_device_mesh(device, (dist.get_world_size(),))
+        return self._shown, (Replicate(),) * (self._shown.ndim - 1) + (FlatShard(0),)
+
+    def outermost(self) -> Call:
+        """Return the call, of those that wait, whose model holds this unit and no other holds."""
+        around = [call for call in _waiting if call is not self and self.module in call.tree()]
+        return max(around, key=lambda call: len(call.tree()), default=self)
 
     def complete(self) -> Call:
         """Shard the model of this call, unless that has been done (collective); return the call of its root."""
         with _lock:
             if self.root is not None:
                 return self.root
-            around = [call for call in _waiting if call is not self and self.module in call.tree()]
-            root = max(around, key=lambda call: len(call.tree()), default=self)
+            root = self.outermost()
             inside = root.tree()
             inner = [call for call in _waiting if call is not root and call.module in inside]
         if len(root.modules) > 1:
@@ -237,8 +250,8 @@ class Call:
             call = module.__dict__.get(STATE)
             if call is not None:
                 call.root = None
-                with _lock:
-                    _waiting.add(call)
+                if not call.joined:
+                    call.wait()
 
 
 def _shard(root: Call, inner: Sequence[Call]) -> None:
@@ -269,7 +282,8 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     if mesh is not None and mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.cuda.current_device())
         root.engine.also_remove([model.register_forward_pre_hook(_moves_inputs(device), prepend=True, with_kwargs=True)])
-    _sharded.add(model)
+    with _lock:
+        _sharded.add(model)
 
 
 def _moves_inputs(device: torch.device) -> Callable[[nn.Module, Any, Any], Any]:
@@ -298,14 +312,43 @@ def _with_axes_of(mesh: DeviceMesh, model: nn.Module) -> DeviceMesh:
     return root[names] if len(names) == len(used) and len(names) < root.ndim else root
 
 
-def _complete_owners(params: Iterable[Any]) -> None:
-    """Complete each model that waits for its first use, if one of these is its parameter."""
+class Several(nn.Module):
+    """Holder of models that one optimizer steps, which are units of one sharded model then. Nobody calls it."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for number, model in enumerate(models):
+            self.add_module(str(number), model)
+
+
+def _complete_owners(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> None:
+    """Complete the models whose parameters an optimizer holds or is given; several become one sharded model (collective).
+
+    Raise ConfigError if there are several, and one has run a forward, or they are sharded over different ranks.
+    """
     wanted = {id(param) for param in params}
+    wanted |= {id(param) for group in optimizer.param_groups for param in group["params"]}
     with _lock:
-        waiting = sorted(_waiting, key=lambda call: call.number) if wanted else []
-    for call in waiting:
-        if call.waits and any(id(param) in wanted for module in call.modules for _, param in nn.Module.named_parameters(module)):
-            call.complete()
+        calls = {call_of(model) for model in _sharded} | {call.outermost() for call in _waiting}
+    owners = [call for call in calls if any(id(param) in wanted for param in call.parameters())]
+    roots = sorted(owners, key=lambda call: call.number)
+    if len(roots) > 1:
+        kinds = ", ".join(type(root.module).__name__ for root in roots)
+        if any(root.entered for root in roots) or len({root.mesh for root in roots}) > 1:
+            raise ConfigError(
+                f"optimizer: this {type(optimizer).__name__} is given parameters of several models, {kinds}, which have run forwards or have "
+                "different meshes. Call fully_shard on the module that holds them, or make an optimizer for each."
+            )
+        for root in roots:
+            if root.engine is not None:
+                root.reopen()
+        parts = [part for root in roots for part in root.joined or [root]]
+        joint = Call((Several(part.module for part in parts),), parts[0].mesh, None, parts[0].mp_policy, None)
+        joint.joined, joint.module.__dict__[STATE] = parts, joint
+        joint.wait()
+        roots = [joint]
+    for root in roots:
+        root.complete()
 
 
 @functools.cache
@@ -323,7 +366,7 @@ def track_optimizers() -> None:
         if given is not None and not isinstance(given, Tensor):
             given = param_group["params"] = list(given)  # it may be a generator
         listed = [given] if isinstance(given, Tensor) else given or ()
-        _complete_owners([each[1] if isinstance(each, tuple) else each for each in listed])
+        _complete_owners(self, [each[1] if isinstance(each, tuple) else each for each in listed])
         _optimizers.add(self)
         plain(self, param_group)
 

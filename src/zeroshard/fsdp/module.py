@@ -82,7 +82,7 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         root = self._ready()
         if root.undefined:
             root.check_values()
-        if not root.entered or root is call_of(self):
+        if not root.entered or call_of(self) in (root, *root.joined):
             root.entered = True
             self._check_sync(root)
 
@@ -164,8 +164,10 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
                 call_of(module).sync = bool(requires_gradient_sync)
         call = call_of(self)
         root = self._ready()
-        if call is root:
-            cast(Any, root.module).require_backward_grad_sync = bool(requires_gradient_sync)
+        if root.joined:  # the program can name only the parts
+            root.sync = any(part.sync for part in root.joined)
+        if call is root or root.joined:
+            cast(Any, root.module).require_backward_grad_sync = root.sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether gradients are summed over the replicas of a mesh of two axes. Here both sums are held back together."""

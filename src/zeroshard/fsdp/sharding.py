@@ -70,10 +70,10 @@ def fully_shard(
             raise ConfigError(
                 f"fully_shard: shard_placement_fn: {placement} of a parameter of shape {tuple(param.shape)}, which has no such axis."
             )
-    for each in dict.fromkeys(inside for outer in modules for inside in outer.modules()):
-        earlier = each.__dict__.get(STATE)
-        if earlier is not None and earlier.engine is not None:
-            earlier.reopen()
+    for inside in dict.fromkeys(inner for outer in modules for inner in outer.modules()):
+        earlier = inside.__dict__.get(STATE)
+        if earlier is not None and earlier.root is not None and (earlier.root is earlier or earlier.root.joined):
+            earlier.root.reopen()
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     call = Call(modules, mesh, reshard_after_forward, policy, offload)
     for each in modules:
@@ -93,7 +93,7 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
             raise ConfigError(f"fully_shard: module: expected an nn.Module or a list of them, got {name}.")
-        if type(module).forward is nn.Module.forward:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ConfigError(
                 f"fully_shard does not support containers that do not implement forward: {name}. Call it on the items."
             )
