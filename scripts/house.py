@@ -25,7 +25,7 @@ PACKAGE = ROOT / "src" / "zeroshard"
 ENGINE = {"engine": "engine.unit", "engine and optimizer": "engine.optimizer", "zs.shard": "api"}  # entries to closures
 SATELLITES = (
     "comm", "optim", "planner", "checkpoint", "parallel", "activations", "data", "integrations.deepspeed", "integrations.lightning",
-    "cli", "benchmarks",
+    "fsdp", "cli", "benchmarks",
 )  # fmt: skip
 # the rings, from the inside: what they all stand on, the engine, services. What is in none is a satellite
 GROUND, RING_0 = ("errors", "utils", "config", "tensor"), ("engine",)
@@ -278,18 +278,18 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 67_500,
-    "lines of ring 0 (engine/)": 8_500,
+    "lines of src/zeroshard and benchmarks": 68_900,
+    "lines of ring 0 (engine/)": 8_600,
     "lines of ring 1": 11_900,
     "imports that leave ring 0": 0,
     "imports from ring 1 to ring 2": 0,
     "imports between rooms of ring 1": 0,
     "files to own for engine (engine.unit)": 47,
-    "lines of these, engine.unit": 7_800,
+    "lines of these, engine.unit": 7_900,
     "files to own for engine and optimizer (engine.optimizer)": 69,
-    "lines of these, engine.optimizer": 11_900,
+    "lines of these, engine.optimizer": 12_000,
     "files to own for zs.shard (api)": 177,
-    "lines of these, api": 32_500,
+    "lines of these, api": 32_700,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,
     "places of comm inside the engine": 0,
@@ -317,6 +317,9 @@ BOUNDS: dict[str, float] = {
     "names of the engine that integrations.lightning imports": 0,
     "names inside of services that integrations.lightning imports": 0,
     "places of integrations.lightning inside the engine": 0,
+    "names of the engine that fsdp imports": 0,
+    "names inside of services that fsdp imports": 0,
+    "places of fsdp inside the engine": 0,
     "names of the engine that cli imports": 0,
     "names inside of services that cli imports": 0,
     "places of cli inside the engine": 0,
@@ -326,8 +329,8 @@ BOUNDS: dict[str, float] = {
     "files that the model enters in zs.shard": 16,
     "fields of Runtime that change": 10,
     "fields of Unit that change": 10,
-    "Any in 1,000 lines": 11.3,
-    COMMENTS: 4.3,
+    "Any in 1,000 lines": 12.2,
+    COMMENTS: 4.2,
 }
 
 

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _report() -> None:
-    from ..reports.report import report
+    from ..public import report
     from .calls import sharded_models
 
     if os.environ.get("RANK", "0") == "0":

@@ -12,9 +12,9 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import UnshardHandle
 
 from ..errors import ConfigError, ModelChanged, ShardedAccessError
+from ..public import register_forward
 from ..seam import Engine
 from ..utils.torch_compat import convert_own, own_buffers
-from ..values.method_forward import register_forward
 from .calls import STATE, Call, call_of
 
 if TYPE_CHECKING:
