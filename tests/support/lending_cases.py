@@ -26,6 +26,32 @@ class Reaches(Stack):
         return x * self.never.weight.pow(2).sum() + torch.cat([self.last.weight, self.table.weight])[:30, 0]
 
 
+class _Product(torch.autograd.Function):
+    """x @ w.T, as fused losses compute it: the weight reaches autograd as the program holds it, through no function of torch."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class OwnFunction(Stack):
+    """Gives weights of two leaves to an autograd.Function; one of them is never called, the other one is."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, 2, Block)
+        self.never = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _Product.apply(super().forward(x) @ self.last.weight, self.last.weight)
+        return _Product.apply(x @ self.last.weight, self.never.weight)
+
+
 class TiedByHand(nn.Module):
     """The vocabulary head is the embedding's weight, transposed in the forward."""
 
@@ -96,6 +122,7 @@ def _cases() -> dict[str, tuple[Callable[[], nn.Module], list, Callable]]:
         "recomputed, reentrant": (lambda: Recomputes(True), numbers, square),
         "in a list": (InALog, numbers, square),
         "inside a block": (Inside, numbers, square),
+        "own function": (OwnFunction, numbers, square),
     }
 
 
