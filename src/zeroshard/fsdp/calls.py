@@ -123,8 +123,9 @@ class Call:
         return self.root is None
 
     def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters in the tree of the call's first module, by name, as they are now."""
-        yield from nn.Module.named_parameters(self.module)
+        """Yield all parameters of the unit's modules, by name, as they are now."""
+        for module in self.modules:
+            yield from nn.Module.named_parameters(module)
 
     def check_values(self) -> None:
         """Raise ConfigError, naming parameters, if some came on the meta device and nothing has given them values (at the root).
@@ -145,12 +146,6 @@ class Call:
     def tree(self) -> set[nn.Module]:
         """Return the unit's modules and all inside of them."""
         return {inside for module in self.modules for inside in module.modules()}
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return all parameters of the unit's modules, without using the model, as FSDPModule.parameters() does."""
-        for module in self.modules:
-            for _, param in nn.Module.named_parameters(module):
-                yield param
 
     def managed(self) -> set[nn.Module]:
         """Return the modules of the unit, without those of units inside of it."""
@@ -226,6 +221,7 @@ class Call:
         except BaseException:
             for call in (root, *inner):
                 call.root = None
+                call.wait()
             raise
         with _lock:
             for call in (root, *inner):
@@ -330,7 +326,7 @@ def _complete_owners(optimizer: torch.optim.Optimizer, params: Iterable[Any]) ->
     wanted |= {id(param) for group in optimizer.param_groups for param in group["params"]}
     with _lock:
         calls = {call_of(model) for model in _sharded} | {call.outermost() for call in _waiting}
-    owners = [call for call in calls if any(id(param) in wanted for param in call.parameters())]
+    owners = [call for call in calls if any(id(param) in wanted for _, param in call.own_parameters())]
     roots = sorted(owners, key=lambda call: call.number)
     if len(roots) > 1:
         kinds = ", ".join(type(root.module).__name__ for root in roots)
