@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from lending_cases import CASES, Reaches, TiedByHand
+from lending_cases import CASES, OwnFunction, Reaches, TiedByHand
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
@@ -344,3 +344,16 @@ def test_a_detached_weight_is_refused_with_the_remedy():
             _sharded(Detached())(torch.ones(2, DIM))
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_hooks_see_a_gradient_that_an_own_function_returns(again):
+    """Also those from before zs.shard, and after zs.close and another zs.shard."""
+    model, seen = OwnFunction(), []
+    model.never.weight.register_post_accumulate_grad_hook(lambda param: seen.append(tuple(param.shape)))
+    for _ in range(1 + again):
+        zs.shard(model, sgd(model.parameters()), units="leaf", **RELEASED)
+        model(torch.ones(2, DIM)).sum().backward()
+        assert model.never.weight.grad is not None and model.never.weight.grad.full_tensor().abs().sum() > 0
+        zs.close(model)
+    assert seen == [(DIM, DIM)] * (1 + again)

@@ -48,9 +48,10 @@ def attach(runtime: Runtime) -> None:
         for group in unit.trainable:  # by torch's method: a parameter's own one wraps hooks of the program (engine/user_hooks.py)
             for index, param in enumerate(group.compute):
                 runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, gradient_hook(group, index)))
-                if group.values.sharded:  # an autograd.Function that is given the sharded parameter itself returns its gradient there
-                    leaf = group.params[index]
-                    runtime.handles.append(Tensor.register_post_accumulate_grad_hook(leaf, gradient_hook(group, index)))
+                if (
+                    group.values.sharded
+                ):  # an autograd.Function that is given the sharded parameter itself returns its gradient there
+                    runtime.handles.append(torch_compat.hand_over_gradients(group.params[index], param))
 
     def zero_grad(set_to_none: bool = True) -> None:
         """Drop or zero gradients as torch does, and also local sums, weights and norms, which `p.grad` does not show."""

@@ -128,7 +128,9 @@ class Inventory:
                     columns, unpadded = max((plan.columns for plan in plans), key=len), round_up(layout.slots[-1].stop, alignment)
                     sizes = Group(layout.numel, numel, dtype, gradient, offload, master, columns, at_rest, unpadded)
                 elif masters_shown.get() and any(spec.given_dtype.itemsize > dtype.itemsize for spec in bucket):
-                    sizes = Group(layout.numel, layout.shard_numel, dtype, master=torch.float32, whole=at_rest)
+                    sizes = Group(
+                        layout.numel, layout.shard_numel, dtype, states=config.offload_param, master=torch.float32, whole=at_rest
+                    )
                 plan = plans[0] if trained else StatePlan()  # a frozen group has no gradient, masters or states
                 units[-1].append(GroupLayout(bucket, layout, own, values, gradients, sizes, plan))
         return ModelLayout(self, config, topology, units)

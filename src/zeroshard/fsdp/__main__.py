@@ -58,12 +58,14 @@ def main() -> None:
         sys.exit(0 if rest[:1] == ["-h"] else 2)
     if rest[0] != "-m" and not os.path.isfile(rest[0]):
         sys.exit(f"python -m zeroshard.fsdp: no file {rest[0]!r}. {USAGE}")
+    from . import calls
     from .configuration import configure
     from .torch_names import install
 
     install()
     configure(**options)
     if report:
+        calls.kept = []
         atexit.register(_report)
     if rest[0] == "-m":
         sys.argv = rest[1:]
@@ -77,11 +79,10 @@ def main() -> None:
 
 def _report() -> None:
     from ..public import report
-    from .calls import sharded_models
+    from . import calls
 
-    if os.environ.get("RANK", "0") == "0":
-        for model in sharded_models():
-            print(report(model))
+    for model in (calls.kept or ()) if os.environ.get("RANK", "0") == "0" else ():
+        print(report(model))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # all o
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _lock = threading.RLock()  # ranks may be threads
 _numbers = itertools.count()
+kept: list[nn.Module] | None = None  # sharded models, if the command will print their reports
 
 
 class FlatShard(Shard):
@@ -113,9 +114,14 @@ class Call:
     @property
     def lowers(self) -> bool:
         """True if parameters, not sharded yet, will compute in a dtype below the one in which the program gave them."""
-        dtype = self.mp_policy.param_dtype
-        own = [param for module in self.managed() for _, param in nn.Module.named_parameters(module, recurse=False)]
-        return dtype is not None and any(dtype.itemsize < param.dtype.itemsize for param in own if param.is_floating_point())
+        dtype, given = self.mp_policy.param_dtype, self.given_dtype
+        return dtype is not None and given is not None and dtype.itemsize < given.itemsize
+
+    @property
+    def given_dtype(self) -> torch.dtype | None:
+        """The widest dtype of the unit's floating-point parameters."""
+        own = [param.dtype for module in self.managed() for _, param in nn.Module.named_parameters(module, recurse=False)]
+        return max((dtype for dtype in own if dtype.is_floating_point), key=lambda dtype: dtype.itemsize, default=None)
 
     @property
     def waits(self) -> bool:
@@ -205,7 +211,7 @@ class Call:
         order = {module: number for number, module in enumerate(root.module.modules())}
         inner.sort(key=lambda call: order[call.module])
         for call in inner:
-            if call.mesh not in (None, root.mesh):
+            if call.mesh is not None and call.mesh != root.shown()[0]:
                 raise ConfigError(
                     f"fully_shard: {type(call.module).__name__} was given another mesh than the model, {type(root.module).__name__}: all units of "
                     "a model are sharded over one mesh. Give both the same one."
@@ -277,9 +283,13 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
             root.undefined[call] = root.engine.writes(call.managed()), mine
     if mesh is not None and mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.cuda.current_device())
-        root.engine.also_remove([model.register_forward_pre_hook(_moves_inputs(device), prepend=True, with_kwargs=True)])
+        entered = [part.module for part in root.joined] or [model]
+        hooks = [each.register_forward_pre_hook(_moves_inputs(device), prepend=True, with_kwargs=True) for each in entered]
+        root.engine.also_remove(hooks)
     with _lock:
         _sharded.add(model)
+        if kept is not None:
+            kept.append(model)
 
 
 def _moves_inputs(device: torch.device) -> Callable[[nn.Module, Any, Any], Any]:
@@ -340,7 +350,7 @@ def _complete_owners(optimizer: torch.optim.Optimizer, params: Iterable[Any]) ->
                 root.reopen()
         parts = [part for root in roots for part in root.joined or [root]]
         joint = Call((Several(part.module for part in parts),), parts[0].mesh, None, parts[0].mp_policy, None)
-        joint.joined, joint.module.__dict__[STATE] = parts, joint
+        joint.joined, joint.module.__dict__[STATE], joint.sync = parts, joint, all(part.sync for part in parts)
         joint.wait()
         roots = [joint]
     for root in roots:
@@ -359,7 +369,7 @@ def track_optimizers() -> None:
     @functools.wraps(plain)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         given = param_group.get("params")
-        if given is not None and not isinstance(given, Tensor):
+        if given is not None and not isinstance(given, (Tensor, set)):  # torch refuses a set
             given = param_group["params"] = list(given)  # it may be a generator
         listed = [given] if isinstance(given, Tensor) else given or ()
         _complete_owners(self, [each[1] if isinstance(each, tuple) else each for each in listed])
@@ -373,11 +383,6 @@ def expect_late_optimizers() -> None:
     """Let each optimizer made so far become a sharded one at its first use, if it has parameters of a sharded model by then."""
     for optimizer in list(_optimizers):
         expect(optimizer)
-
-
-def sharded_models() -> list[nn.Module]:
-    """Return the models of this process that this door has sharded, and that are not closed."""
-    return list(_sharded)
 
 
 def call_of(module: nn.Module) -> Call:

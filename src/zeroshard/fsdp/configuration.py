@@ -64,9 +64,12 @@ def options_of(root: Call, inner: Sequence[Call], names: dict[int, str]) -> dict
         options["zero_hpz_partition_size"] = sizes.pop()
     elif sizes:
         raise ConfigError(f"reshard_after_forward: expected one number of ranks for all units, got {sorted(sizes)}.")
+    if "precision" in _options:  # it takes the place of all policies
+        for name in ("dtypes", "master_weights", "cast_inputs", "cast_buffers"):
+            del options[name]
     options |= _options
     if options["stage"] != 3:  # what is for sharded parameters alone
-        if options["master_weights"]:
+        if options.get("master_weights", True) and any(call.lowers for call in calls):
             raise ConfigError(
                 f"zeroshard.fsdp.configure(stage={options['stage']}) with an mp_policy that computes below the parameters' dtype: parameters that "
                 "every rank has whole would show, and save, rounded values. Use stage 3, or give the model in that dtype."
@@ -93,13 +96,14 @@ def _dtypes(calls: Sequence[Call], names: dict[int, str], precision: str) -> dic
 
 
 def _reduce_dtype(calls: Sequence[Call]) -> torch.dtype | None:
-    """Return the dtype in which gradients are sent: the widest that a policy names; None: each unit's own."""
-    asked = {call.mp_policy.reduce_dtype for call in calls if call.mp_policy.reduce_dtype is not None}
-    if not asked:
+    """Return the dtype in which gradients are sent: the widest that a unit asks for; None: each unit's own, as no policy names one."""
+    if all(call.mp_policy.reduce_dtype is None for call in calls):
         return None
-    widest = max(asked, key=lambda dtype: dtype.itemsize)
+    units = (call.mp_policy.reduce_dtype or call.mp_policy.param_dtype or call.given_dtype for call in calls)
+    asked = {dtype for dtype in units if dtype is not None}
+    widest = max(asked, key=lambda dtype: (dtype.itemsize, str(dtype)))
     if len(asked) > 1:
-        warnings.warn(f"zeroshard.fsdp: policies name several reduce_dtypes; all gradients are sent in {widest}.", stacklevel=2)
+        warnings.warn(f"zeroshard.fsdp: units ask for several reduce_dtypes; all gradients are sent in {widest}.", stacklevel=2)
     return widest
 
 

@@ -116,10 +116,10 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
                 if after.dtype != param.dtype or (after.device.type != param.device.type and not after.is_meta):
                     raise ModelChanged(
                         f"{type(self).__name__}: parameter {name} would be converted from {param.dtype} on {param.device} to {after.dtype} on "
-                        f"{after.device}, and the model is sharded. Convert it before its first use (a forward, a list of its parameters, an "
-                        "optimizer), or use mp_policy, or zs.offload_states(model)."
+                        f"{after.device}, and the model is sharded. Convert it before its first use (a forward, a state dict, an optimizer), or "
+                        "use mp_policy, or zs.offload_states(model)."
                     )
-                break
+        for module in modules:
             for name, buffer in module.named_buffers(recurse=False):
                 own_buffers(module)[name] = fn(buffer)
         if root.undefined and _gives_memory(fn):

@@ -193,7 +193,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:  # returns local gradients, as for any data-parallel model
             args, kwargs = tree_map_only(ShardedParameter, lambda param: param._compute, (args, kwargs))
-        elif func is Tensor.copy_ and torch_compat.is_distributed(args[1]):
+        elif func is Tensor.copy_ and any(map(torch_compat.is_distributed, args[1:2])):
             args = (args[0], args[1].full_tensor(), *args[2:])
         elif computes(func, args, kwargs, ShardedParameter):
             for param in _found(ShardedParameter, (args, kwargs)):

@@ -46,6 +46,8 @@ def needs(config: Config, separate: bool, groups: Sequence[Group], repeated: boo
         place, numel = (config.offload_param, group.shard_numel) if sharded else (device, group.numel)
         add(PARAMETERS, place, numel * group.dtype.itemsize)
         if group.gradient is None:
+            if group.master is not None:
+                add(MASTERS, group.states, group.shard_numel * group.master.itemsize)
             continue
         sharded = row.gradient is Placement.SHARDED
         place, numel = (config.offload_gradient, group.shard_numel) if sharded else (device, group.numel)

@@ -45,6 +45,7 @@ from torch.utils._python_dispatch import (  # noqa: F401
 )
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes  # noqa: F401
 from torch.utils._pytree import tree_map_only  # noqa: F401
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -228,6 +229,21 @@ def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable]:
     """Return torch's own table of a tensor's hooks that run when its gradient is complete; its entries may be replaced."""
     return tensor._post_accumulate_grad_hooks or {}
+
+
+def hand_over_gradients(tensor: torch.Tensor, other: torch.Tensor) -> RemovableHandle:
+    """Call the hooks that `other` has for a complete gradient also for `tensor`, with it, and no hook that `tensor` had."""
+    tensor._post_accumulate_grad_hooks = (
+        None  # it may share a table with `other`, or have one from before a swap, which is not called  # type: ignore[assignment]
+    )
+    there = weakref.ref(other)
+
+    def hand_over(tensor: torch.Tensor) -> None:
+        other = there()
+        for hook in list(post_accumulate_hooks(other).values()) if other is not None else ():
+            hook(tensor)
+
+    return torch.Tensor.register_post_accumulate_grad_hook(tensor, hand_over)
 
 
 def wrapped_in_ddp() -> bool:
