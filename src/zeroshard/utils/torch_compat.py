@@ -233,9 +233,8 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable]:
 
 def hand_over_gradients(tensor: torch.Tensor, other: torch.Tensor) -> RemovableHandle:
     """Call the hooks that `other` has for a complete gradient also for `tensor`, with it, and no hook that `tensor` had."""
-    tensor._post_accumulate_grad_hooks = (
-        None  # it may share a table with `other`, or have one from before a swap, which is not called  # type: ignore[assignment]
-    )
+    # it may share a table with `other`, or have one from before a swap, which is not called
+    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     there = weakref.ref(other)
 
     def hand_over(tensor: torch.Tensor) -> None:
