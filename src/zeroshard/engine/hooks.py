@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from .auto_wrap import Policy, casts
 from .reduction import gradient_hook
 from .runtime import Runtime
-from .unit import Unit
+from .unit import ParamGroup, Unit
 
 _attached: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
 
@@ -51,7 +51,7 @@ def attach(runtime: Runtime) -> None:
                 if (
                     group.values.sharded
                 ):  # an autograd.Function that is given the sharded parameter itself returns its gradient there
-                    runtime.handles.append(torch_compat.hand_over_gradients(group.params[index], param))
+                    runtime.handles.append(torch_compat.hand_over_gradients(group.params[index], _computed(group, index)))
 
     def zero_grad(set_to_none: bool = True) -> None:
         """Drop or zero gradients as torch does, and also local sums, weights and norms, which `p.grad` does not show."""
@@ -66,6 +66,11 @@ def attach(runtime: Runtime) -> None:
     model.__dict__["zero_grad"] = zero_grad
     model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     runtime.handles.append(model.register_load_state_dict_pre_hook(take_own_names))
+
+
+def _computed(group: ParamGroup, index: int) -> Callable[[], Tensor | None]:
+    where = weakref.ref(group)  # not of the tensor: torch swaps no tensor that has a weak reference
+    return lambda: None if (found := where()) is None else found.compute[index]
 
 
 def attached() -> list[Runtime]:

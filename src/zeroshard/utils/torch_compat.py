@@ -231,14 +231,13 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable]:
     return tensor._post_accumulate_grad_hooks or {}
 
 
-def hand_over_gradients(tensor: torch.Tensor, other: torch.Tensor) -> RemovableHandle:
-    """Call the hooks that `other` has for a complete gradient also for `tensor`, with it, and no hook that `tensor` had."""
-    # it may share a table with `other`, or have one from before a swap, which is not called
+def hand_over_gradients(tensor: torch.Tensor, to: Callable[[], torch.Tensor | None]) -> RemovableHandle:
+    """Call the hooks that the tensor `to()` has for a complete gradient also for `tensor`, with it, and no hook that `tensor` had."""
+    # it may share a table with the other, or have one from before a swap, which is not called
     tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    there = weakref.ref(other)
 
     def hand_over(tensor: torch.Tensor) -> None:
-        other = there()
+        other = to()
         for hook in list(post_accumulate_hooks(other).values()) if other is not None else ():
             hook(tensor)
 
