@@ -232,14 +232,23 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable]:
 
 
 def hand_over_gradients(tensor: torch.Tensor, to: Callable[[], torch.Tensor | None]) -> RemovableHandle:
-    """Call the hooks that the tensor `to()` has for a complete gradient also for `tensor`, with it, and no hook that `tensor` had."""
+    """Let a gradient that autograd accumulates on `tensor` become that of the tensor `to()`, whose hooks for a complete one are called.
+
+    Hooks that `tensor` has are dropped.
+    """
     # it may share a table with the other, or have one from before a swap, which is not called
     tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
     def hand_over(tensor: torch.Tensor) -> None:
         other = to()
-        for hook in list(post_accumulate_hooks(other).values()) if other is not None else ():
-            hook(tensor)
+        if other is None:
+            return
+        with DisableTorchFunctionSubclass():  # the other's memory may be released: only its gradient is touched
+            grad = grad_attribute.__get__(tensor)
+            grad_attribute.__set__(tensor, None)
+            grad_attribute.__set__(other, grad.to(other.dtype))
+        for hook in list(post_accumulate_hooks(other).values()):
+            hook(other)
 
     return torch.Tensor.register_post_accumulate_grad_hook(tensor, hand_over)
 

@@ -115,6 +115,15 @@ class Gathering:
         runtimes = [home.group.runtime for home in homes if isinstance(home, ParamHome)]
         for runtime in {id(runtime): runtime for runtime in runtimes}.values():
             begin(runtime, "zs.gathered")
+            if (
+                self._writes
+                and runtime.shows_masters
+                and any(isinstance(home, ParamHome) and home.shows_master for home in homes)
+            ):
+                raise ZeroshardError(
+                    "zs.gathered with a write, of a model of zeroshard.fsdp: the copies are rounded to the dtype of computation. Write to the "
+                    "parameters themselves, under torch.no_grad()."
+                )
             if self._writes and runtime.in_forward:
                 raise ZeroshardError("zs.gathered inside a forward or a backward of the model: write before it, or after it.")
 
