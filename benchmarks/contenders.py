@@ -145,8 +145,9 @@ def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
         _fill(model.to_empty(device="cpu" if "offload_policy" in options else workload.device))
     optimizer = build_optimizer(model.parameters(), workload)
     settings: dict[str, object] = {"pin_memory": on_cuda} if contender.offload else {}
-    keeper = None if contender.kind == "door" else functools.partial(fsdp2_keeper, model, optimizer)
-    return Trainer(plain_step(model, optimizer), settings=settings, keeper=keeper)
+    if contender.kind == "door":
+        return Trainer(plain_step(model, optimizer), settings=settings, **_of_engine(model, contender))
+    return Trainer(plain_step(model, optimizer), settings=settings, keeper=functools.partial(fsdp2_keeper, model, optimizer))
 
 
 @torch.no_grad()
@@ -201,6 +202,17 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
     options: dict[str, Any] = {"stage": contender.stage, "precision": contender.precision, "offload_path": path, **offload}
     model, optimizer = zs.shard(model, optimizer, **options)
 
+    return Trainer(
+        plain_step(model, optimizer),
+        settings=dict(offload),
+        keeper=functools.partial(zeroshard_keeper, model, optimizer),
+        **_of_engine(model, contender),
+    )
+
+
+def _of_engine(model: nn.Module, contender: Contender) -> dict[str, Any]:
+    """Return what a Trainer asks of a sharded model."""
+
     def quiet() -> None:
         """Wait until prefetching of the next step's states has ended; `poll` drives it, as forward and backward would."""
         before, deadline = None, time.monotonic() + _QUIET_LIMIT_S
@@ -213,15 +225,12 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
             before = now
             time.sleep(_QUIET_S)
 
-    return Trainer(
-        plain_step(model, optimizer),
-        at_rest=functools.partial(at_rest, model),
-        settings=dict(offload),
-        moved=lambda: dict(zs.report(model).moved),
-        quiet=quiet if contender.on_disk else lambda: None,
-        keeper=functools.partial(zeroshard_keeper, model, optimizer),
-        close=engine_of(model).abandon,  # nobody needs the values: remove the files without reading them back
-    )
+    return {
+        "at_rest": functools.partial(at_rest, model),
+        "moved": lambda: dict(zs.report(model).moved),
+        "quiet": quiet if contender.on_disk else lambda: None,
+        "close": engine_of(model).abandon,  # nobody needs the values: remove the files without reading them back
+    }
 
 
 BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # by kind; each needs the process group to exist already

@@ -13,6 +13,7 @@ would step with slices of gradients, its step raises.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import math
 from collections import defaultdict
@@ -78,6 +79,10 @@ class LateOptimizer(_Optimizer):
             runtime.awaiting.discard(self)
         self.__dict__.pop("tally", None)
         self.__class__ = type(self).__bases__[1]
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        """Pickle, before it is taken over, as an object of the class that the program has called."""
+        return copyreg.__newobj__, (type(self).__bases__[1],), self.__getstate__()  # type: ignore[attr-defined]
 
     def take_over(self) -> None:
         """Make the object the sharded optimizer of its parameters' model (not collective: ranks compare theirs in the first step).

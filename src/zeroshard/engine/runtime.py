@@ -44,7 +44,8 @@ from .verbs import begin
 from .watch import ModelWatch, Watches
 from .write_gate import WriteGate
 
-FIRST_USE = "_zeroshard_first_use"  # entry of a module's __dict__: a function that shards the model at its first use
+# entry of a module's __dict__: a function that shards the model at its first use, and returns the module that has the runtime
+FIRST_USE = "_zeroshard_first_use"
 
 
 class Backward:
@@ -641,7 +642,7 @@ def runtime_of(model: nn.Module) -> Runtime:
         raise TypeError(f"model: expected a torch.nn.Module that was given to zs.shard(), got {type(model).__name__}.")
     own = torch_compat.original(model).__dict__
     if "_zeroshard" not in own and (first_use := own.get(FIRST_USE)) is not None:
-        first_use()
+        own = first_use().__dict__
     runtime = model.__dict__.get("_zeroshard") or own.get("_zeroshard")
     if runtime is not None:
         return runtime

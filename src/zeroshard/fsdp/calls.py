@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -64,12 +65,12 @@ class WaitingParameter(nn.Parameter):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh over which the parameter will be sharded."""
-        return self._call.shown()[0]
+        return self._call.outermost().shown()[0]
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """The placements that the sharded parameter will show."""
-        return self._call.shown()[1]
+        return self._call.outermost().shown()[1]
 
     def full_tensor(self) -> Tensor:
         """Return a copy of the whole tensor; shard the model (collective)."""
@@ -80,6 +81,10 @@ class WaitingParameter(nn.Parameter):
         """Return this rank's slice, flat; shard the model (collective)."""
         self._call.complete()
         return self.to_local()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
+        """Pickle as an ordinary parameter."""
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
 class Call:
@@ -93,7 +98,7 @@ class Call:
     engine: Engine | None = None
     entered = False  # a forward has begun
     joined: list[Call]  # of a holder of several models (`Several`): their roots
-    sync = True  # `set_requires_gradient_sync`
+    reduces = all_reduces = True  # `set_requires_gradient_sync`, `set_requires_all_reduce`
     factor: float | None = None  # `set_gradient_divide_factor`
 
     def __init__(
@@ -105,6 +110,11 @@ class Call:
         self.reshard_after_forward = reshard_after_forward
         self.number = next(_numbers)  # ranks shard models in the order of their calls: a set has another order on each
         self.undefined: dict[Call, tuple[int, list[str]]] = {}  # of the root: see `check_values`
+
+    @property
+    def sync(self) -> bool:
+        """True if backwards reduce gradients."""
+        return self.reduces and self.all_reduces
 
     @property
     def module(self) -> nn.Module:
@@ -170,13 +180,20 @@ class Call:
     def wait(self) -> None:
         """Wait for the first use of the model."""
         for module in self.modules:
-            module.__dict__[FIRST_USE] = self.complete
+            module.__dict__[FIRST_USE] = self.model
         for _, param in self.own_parameters():
-            if type(param) is nn.Parameter:
+            if type(param) is nn.Parameter or (
+                type(param) is WaitingParameter and "_call" not in param.__dict__
+            ):  # a copy has none
                 param.__class__ = WaitingParameter
                 param.__dict__["_call"] = self
         with _lock:
             _waiting.add(self)
+
+    def model(self) -> nn.Module:
+        """Shard the model of this call, unless that has been done (collective); return the module that is asked about its states."""
+        root = self.complete()
+        return root.module if self in root.joined else self.module
 
     def shown(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the mesh and the placements that parameters show."""
@@ -189,8 +206,9 @@ class Call:
 
     def outermost(self) -> Call:
         """Return the call, of those that wait, whose model holds this unit and no other holds."""
-        around = [call for call in _waiting if call is not self and self.module in call.tree()]
-        return max(around, key=lambda call: len(call.tree()), default=self)
+        with _lock:
+            around = [call for call in _waiting if call is not self and self.module in call.tree()]
+        return max(around, key=lambda call: (len(call.tree()), -call.number), default=self)
 
     def complete(self) -> Call:
         """Shard the model of this call, unless that has been done (collective); return the call of its root."""
@@ -211,6 +229,11 @@ class Call:
         order = {module: number for number, module in enumerate(root.module.modules())}
         inner.sort(key=lambda call: order[call.module])
         for call in inner:
+            if outside := [module for module in call.modules if module not in inside]:
+                raise ConfigError(
+                    f"fully_shard([...]): {type(outside[0]).__name__} is not inside of the model, {type(root.module).__name__}, of which others of the "
+                    "list are parts. Give it to a call of its own."
+                )
             if call.mesh is not None and call.mesh != root.shown()[0]:
                 raise ConfigError(
                     f"fully_shard: {type(call.module).__name__} was given another mesh than the model, {type(root.module).__name__}: all units of "
@@ -219,19 +242,25 @@ class Call:
         for _, param in root.own_parameters():
             if isinstance(param, WaitingParameter):
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
-                del param.__dict__["_call"]
+                param.__dict__.pop("_call", None)
         for call in (root, *inner):  # first: zs.shard lists the parameters, too
             call.root = root
         try:
             _shard(root, inner)
         except BaseException:
-            for call in (root, *inner):
+            for call in (*inner, root):
                 call.root = None
-                call.wait()
+                if not call.joined:
+                    call.wait()
+            if root.joined:  # the program can make an optimizer for each part
+                with _lock:
+                    _waiting.discard(root)
             raise
         with _lock:
             for call in (root, *inner):
                 _waiting.discard(call)
+        if root.joined:
+            root.module.require_backward_grad_sync = root.sync  # type: ignore[assignment]
         for call in (root, *inner):
             if call.factor is not None:
                 root.engine.divide_gradients(call.managed(), call.factor)  # type: ignore[union-attr]
@@ -245,9 +274,23 @@ class Call:
                 f"fully_shard: {type(self.module).__name__}, a part of this module, has run a forward as a model of its own: call fully_shard on the "
                 "whole model, the inner modules first, before the first forward."
             )
+        if self.undefined:
+            raise ConfigError(
+                f"fully_shard: parameters of {type(self.module).__name__}, a part of this module that was used before, have no values yet. Call "
+                "fully_shard on the whole model before its first use."
+            )
+        before = dict(self.own_parameters())
         close(self.module)
-        _sharded.discard(self.module)
+        with _lock:
+            _sharded.discard(self.module)
+            if kept is not None:
+                kept[:] = [model for model in kept if model is not self.module]
         self.engine = None
+        if any(param is not before[name] for name, param in self.own_parameters()):
+            raise ConfigError(
+                f"fully_shard: parameters of {type(self.module).__name__}, a part of this module that was used before, could not be put back, "
+                "since something holds weak references to them. Call fully_shard on the whole model before its first use."
+            )
         for module in self.tree():
             call = module.__dict__.get(STATE)
             if call is not None:
@@ -263,6 +306,8 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     options = options_of(root, inner, names)
     on_meta = {name for name, param in root.own_parameters() if param.is_meta}
     mesh = root.mesh
+    if mesh is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # as fully_shard of FSDP2
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if mesh is not None:
         options |= _ranks_of(mesh, model)
     elif dist.is_initialized():
@@ -335,7 +380,9 @@ def _complete_owners(optimizer: torch.optim.Optimizer, params: Iterable[Any]) ->
     wanted = {id(param) for param in params}
     wanted |= {id(param) for group in optimizer.param_groups for param in group["params"]}
     with _lock:
-        calls = {call_of(model) for model in _sharded} | {call.outermost() for call in _waiting}
+        waiting, calls = list(_waiting) if wanted else [], {call_of(model) for model in _sharded}
+    inside = {module for call in waiting for module in call.tree() - set(call.modules)}
+    calls |= {call for call in waiting if call.module not in inside}
     owners = [call for call in calls if any(id(param) in wanted for _, param in call.own_parameters())]
     roots = sorted(owners, key=lambda call: call.number)
     if len(roots) > 1:
@@ -350,7 +397,7 @@ def _complete_owners(optimizer: torch.optim.Optimizer, params: Iterable[Any]) ->
                 root.reopen()
         parts = [part for root in roots for part in root.joined or [root]]
         joint = Call((Several(part.module for part in parts),), parts[0].mesh, None, parts[0].mp_policy, None)
-        joint.joined, joint.module.__dict__[STATE], joint.sync = parts, joint, all(part.sync for part in parts)
+        joint.joined, joint.module.__dict__[STATE], joint.reduces = parts, joint, any(part.sync for part in parts)
         joint.wait()
         roots = [joint]
     for root in roots:
@@ -373,7 +420,8 @@ def track_optimizers() -> None:
             given = param_group["params"] = list(given)  # it may be a generator
         listed = [given] if isinstance(given, Tensor) else given or ()
         _complete_owners(self, [each[1] if isinstance(each, tuple) else each for each in listed])
-        _optimizers.add(self)
+        with _lock:
+            _optimizers.add(self)
         plain(self, param_group)
 
     torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
@@ -381,7 +429,9 @@ def track_optimizers() -> None:
 
 def expect_late_optimizers() -> None:
     """Let each optimizer made so far become a sharded one at its first use, if it has parameters of a sharded model by then."""
-    for optimizer in list(_optimizers):
+    with _lock:
+        made = list(_optimizers)
+    for optimizer in made:
         expect(optimizer)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import UnshardHandle
 from ..errors import ConfigError, ModelChanged, ShardedAccessError
 from ..public import register_forward
 from ..seam import Engine
-from ..utils.torch_compat import convert_own, own_buffers
+from ..utils.torch_compat import convert_own, disable_dynamo, own_buffers
 from .calls import STATE, Call, call_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         call = call_of(self)
         return call.root or call.complete()
 
-    @torch.compiler.disable
+    @disable_dynamo
     def _enter(self) -> None:
         call = call_of(self)
         if call.waits:
@@ -159,19 +159,21 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether the backwards that follow reduce gradients; every rank, and every unit of a model, must have the same."""
-        for module in self.modules() if recurse else [self]:
-            if STATE in module.__dict__:
-                call_of(module).sync = bool(requires_gradient_sync)
-        call = call_of(self)
-        root = self._ready()
-        if root.joined:  # the program can name only the parts
-            root.sync = any(part.sync for part in root.joined)
-        if call is root or root.joined:
-            cast(Any, root.module).require_backward_grad_sync = root.sync
+        self._set_sync(recurse, reduces=bool(requires_gradient_sync), all_reduces=bool(requires_gradient_sync))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether gradients are summed over the replicas of a mesh of two axes. Here both sums are held back together."""
-        self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+        self._set_sync(recurse, all_reduces=bool(requires_all_reduce))
+
+    def _set_sync(self, recurse: bool, **switches: bool) -> None:
+        for module in self.modules() if recurse else [self]:
+            if STATE in module.__dict__:
+                vars(call_of(module)).update(switches)
+        root = self._ready()
+        if root.joined:  # the program can name only the parts
+            root.reduces = any(part.sync for part in root.joined)
+        if call_of(self) is root or root.joined:
+            cast(Any, root.module).require_backward_grad_sync = root.sync
 
     def _check_sync(self, root: Call) -> None:
         for module in root.tree():

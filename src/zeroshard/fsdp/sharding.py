@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, Mixed
 from torch.distributed.tensor import Shard
 
 from ..errors import ConfigError
+from ..seam import info_of
 from .calls import STATE, Call
 from .configuration import cast
 from .module import become_fsdp
@@ -74,11 +75,16 @@ def fully_shard(
         earlier = inside.__dict__.get(STATE)
         if earlier is not None and earlier.root is not None and (earlier.root is earlier or earlier.root.joined):
             earlier.root.reopen()
+    if any(info_of(param) is not None for each in modules for param in each.parameters()):
+        raise ConfigError(
+            f"fully_shard: {type(modules[0]).__name__} is a part of a model that is sharded already: call it on inner modules first, and on the whole "
+            "model at last, before the first use."
+        )
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     call = Call(modules, mesh, reshard_after_forward, policy, offload)
     for each in modules:
-        each.__dict__[STATE] = call
         become_fsdp(each)
+        each.__dict__[STATE] = call
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             each.register_forward_pre_hook(_casts_inputs(policy.param_dtype), prepend=True, with_kwargs=True)
         if policy.output_dtype is not None:
@@ -119,3 +125,14 @@ def _casts_inputs(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
 
 def _casts_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     return lambda module, args, output: cast(output, dtype)
+
+
+def _state(module: nn.Module) -> NoReturn:
+    """Raise ConfigError: torch.distributed.pipelining asks FSDP2 for its inner state."""
+    raise ConfigError(
+        f"fully_shard.state({type(module).__name__}): zeroshard.fsdp has no FSDPState, which torch.distributed.pipelining asks for. For stages use "
+        "zs.Pipeline or zs.parallelize."
+    )
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]

@@ -45,8 +45,8 @@ def _whole(tree: Any, ranks_only: tuple[int, ...], on_host: bool) -> Any:
             return value.new_empty(0)  # torch drops it on this rank
         return value.cpu() if on_host else value
     if isinstance(tree, dict):
-        return type(tree)((key, _whole(value, ranks_only, on_host)) for key, value in tree.items())
-    if isinstance(tree, (list, tuple)):
+        return {key: _whole(value, ranks_only, on_host) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
         return type(tree)(_whole(value, ranks_only, on_host) for value in tree)
     return tree
 
