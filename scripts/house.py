@@ -278,7 +278,7 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 68_900,
+    "lines of src/zeroshard and benchmarks": 69_000,
     "lines of ring 0 (engine/)": 8_600,
     "lines of ring 1": 11_900,
     "imports that leave ring 0": 0,
@@ -287,7 +287,7 @@ BOUNDS: dict[str, float] = {
     "files to own for engine (engine.unit)": 47,
     "lines of these, engine.unit": 7_900,
     "files to own for engine and optimizer (engine.optimizer)": 69,
-    "lines of these, engine.optimizer": 12_000,
+    "lines of these, engine.optimizer": 12_100,
     "files to own for zs.shard (api)": 177,
     "lines of these, api": 32_700,
     "names of the engine that comm imports": 0,
