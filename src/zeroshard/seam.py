@@ -271,6 +271,15 @@ class Engine:
         """Let sharded parameters show a DeviceMesh and placements, as DTensors do."""
         self._runtime.shown = mesh, placements
 
+    def draw_alike(self) -> None:
+        """Let draws in place on sharded parameters be rank 0's, from now on, if ranks' default generators differ (collective)."""
+        device = self.ranks.device
+        default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        states = self.world.exchange(bytes(default.get_state().numpy()), "draws of parameters")
+        if any(state != states[0] for state in states):
+            self._runtime.generator = torch.Generator(device)
+            self._runtime.generator.set_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
+
     def recover(self) -> None:
         """Clear what a forward or backward that raised has left on this rank, and drop the gradients."""
         self._runtime.recover()

@@ -296,6 +296,30 @@ def _hsdp(rank, ranks):
     return {name: program(door) for name, door in DOORS.items()}
 
 
+def _seeds(rank, ranks):
+    """Ranks with other seeds initialise a model from the meta device; its values agree, and depend on no rank's later draws."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for seeds in ((5, 6), (5, 5)):
+        model = wrapped(fsdp, net("meta"))
+        torch.manual_seed(seeds[rank])
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        model.scale.fill_(1.0)
+        found[seeds] = steps(model, optimizer, 0)
+    return found
+
+
+@pytest.mark.processes
+def test_ranks_may_have_other_seeds():
+    first, second = run_processes(_seeds, 2)
+    assert first == second and first[5, 6] == first[5, 5]
+
+
 @pytest.mark.processes
 def test_a_mesh_of_two_axes_is_hsdp():
     for results in run_processes(_hsdp, 4):

@@ -320,6 +320,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     if mesh is not None:
         root.engine.show(*root.shown())
     serve_loads(model, root.engine)
+    root.engine.draw_alike()
     for call in (root, *inner) if on_meta else ():
         held = {
             f"{names[id(module)]}.{attribute}".lstrip(".") for module in call.managed() for attribute in own_parameters(module)

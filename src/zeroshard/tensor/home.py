@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ..errors import ShardedWriteError
@@ -53,6 +54,11 @@ class Home:
     @property
     def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
         """DeviceMesh and placements that the tensor shows to code that asks a DTensor for them; None: it shows none."""
+        return None
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """Generator of draws in place, where that is not torch's default one."""
         return None
 
     def complete(self, value: Tensor) -> Tensor:
@@ -155,6 +161,10 @@ class DerivedHome(Home):
     @property
     def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
         return self.parent.shown
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        return self.parent.generator
 
     def complete(self, value: Tensor) -> Tensor:
         return self.parent.complete(value)

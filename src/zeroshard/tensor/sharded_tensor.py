@@ -413,6 +413,8 @@ def _random_(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     target = args[0]
     target._begin_write()
     whole = torch.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
+    if kwargs.get("generator") is None:
+        kwargs = {**kwargs, "generator": target._home.generator}
     func(whole, *args[1:], **kwargs)
     local = target._local
     local.copy_(whole.view(-1)[target._home.start : target._home.stop])
