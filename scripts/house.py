@@ -278,14 +278,14 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 69_000,
+    "lines of src/zeroshard and benchmarks": 69_100,
     "lines of ring 0 (engine/)": 8_600,
     "lines of ring 1": 11_900,
     "imports that leave ring 0": 0,
     "imports from ring 1 to ring 2": 0,
     "imports between rooms of ring 1": 0,
     "files to own for engine (engine.unit)": 47,
-    "lines of these, engine.unit": 7_900,
+    "lines of these, engine.unit": 8_000,
     "files to own for engine and optimizer (engine.optimizer)": 69,
     "lines of these, engine.optimizer": 12_100,
     "files to own for zs.shard (api)": 177,
