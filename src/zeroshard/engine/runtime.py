@@ -12,6 +12,7 @@ same for all ZeRO stages: each unit's buffers know whether they are sharded, par
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -260,7 +261,7 @@ class Runtime:
                     self.frozen.follow()
                 self._open(unit, backward=unit.in_backward)
             unit.entries.expose()  # DTensors over the gathered shards, where parameters were DTensors
-            unit.forward = UnitForward(next_node())
+            unit.forward = UnitForward(next_node(), sys.exc_info()[1])
             if gathers and unit.memories:
                 self.saved.push(unit)
         unit.depth += 1
@@ -280,11 +281,12 @@ class Runtime:
             unit.entries.hide()
         if unit.pinned:  # inside zs.gathered, which releases its copies itself
             return output
-        unit.check_unwritten()
-        if output is not None:
-            self.prefetcher.staged(self.in_training())  # starts the next unit's gather, on ordered communicators
-        # without an output, too: a forward that returns None may have left views or nodes in its arguments
-        output = self._watch(unit, output, forward.first_node)
+        if output is not None or sys.exc_info()[1] is forward.handled:  # it has not raised
+            unit.check_unwritten()
+            if output is not None:
+                self.prefetcher.staged(self.in_training())  # starts the next unit's gather, on ordered communicators
+            # without an output, too: a forward that returns None may have left views or nodes in its arguments
+            output = self._watch(unit, output, forward.first_node)
         if output is not None and self.in_backward and unit.sharded and torch.is_grad_enabled() and not unit.piece:
             unit.in_backward = True  # recomputed: its backward follows at once (not a tile's: other tiles come first)
         if unit.in_backward or not unit.sharded:  # recomputed: the end of the unit's backward releases it

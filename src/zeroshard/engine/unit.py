@@ -225,10 +225,12 @@ class UnitForward:
     """State of the outermost forward that runs inside a unit.
 
     first_node: number of the first autograd node that the forward makes. hooks: the saved-tensor hooks that it runs under.
-    given: its arguments, if `Runtime.mark_inputs` has put marked tensors into copies of them.
+    given: its arguments, if `Runtime.mark_inputs` has put marked tensors into copies of them. handled: the exception that the
+    program handles around it, such as one that it repeats the forward for.
     """
 
     first_node: int
+    handled: BaseException | None = None
     hooks: saved_tensors_hooks | None = None
     given: Exchanged | None = None
 
