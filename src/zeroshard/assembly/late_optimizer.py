@@ -81,7 +81,9 @@ class LateOptimizer(_Optimizer):
         self.__class__ = type(self).__bases__[1]
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
-        """Pickle, before it is taken over, as an object of the class that the program has called."""
+        """Pickle one that has no sharded parameters (`expect`) as an object of the class that the program has called."""
+        if runtimes_of(self.param_groups):
+            return super().__reduce_ex__(protocol)
         return copyreg.__newobj__, (type(self).__bases__[1],), self.__getstate__()  # type: ignore[attr-defined]
 
     def take_over(self) -> None:

@@ -158,6 +158,11 @@ class Restoring:
             begin, end = run.group.masters.range(index)
             for key, column in columns.items():
                 if isinstance(column, Rest):
+                    padding_numel = end - begin - stop + start
+                    if (
+                        column.encoding is not None and padding_numel
+                    ):  # first: what it has of earlier steps would set the block's scale
+                        column.store(begin + stop - start, torch.zeros(padding_numel, dtype=column.dtype, device="cpu"))
                     copy_to_rest(state.tensors[key], start, stop, column, begin)
                     continue
                 place, padding = column[begin - run.start : end - run.start].split((stop - start, end - begin - stop + start))
