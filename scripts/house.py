@@ -289,7 +289,7 @@ BOUNDS: dict[str, float] = {
     "files to own for engine and optimizer (engine.optimizer)": 69,
     "lines of these, engine.optimizer": 12_100,
     "files to own for zs.shard (api)": 177,
-    "lines of these, api": 32_700,
+    "lines of these, api": 32_800,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,
     "places of comm inside the engine": 0,
