@@ -12,13 +12,16 @@ What a program gains beside it, by `configure(...)` or by options of the command
 host, small optimizer states, quantized and hierarchical traffic, stages 1 and 2, a report and a plan.
 """
 
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed import fsdp as _torch_fsdp
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from .calls import track_optimizers
 from .configuration import configure
 from .module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from .sharding import fully_shard
 from .torch_names import serve_state_dicts
+
+DataParallelMeshDims = getattr(_torch_fsdp, "DataParallelMeshDims", None)  # since torch 2.13
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from ..errors import ConfigError
@@ -16,6 +16,9 @@ from ..seam import info_of
 from .calls import STATE, Call
 from .configuration import cast
 from .module import become_fsdp
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.13
 
 
 def fully_shard(
