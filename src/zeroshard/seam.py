@@ -46,7 +46,7 @@ from .engine.ledger import (
     listener,
     making,
 )
-from .engine.masters import showing_masters
+from .engine.masters import masters_shown
 from .engine.mixed_precision import Progress
 from .engine.parameter import ParamSpec
 from .engine.prefetch import most_gathered
@@ -79,7 +79,7 @@ from .values.averages import Averages
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
-    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "FIRST_USE", "abort_peers", "ally", "engine_behind", "engine_of", "find_engine", "info_of", "loaded", "memory_of", "showing_masters",
+    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "FIRST_USE", "abort_peers", "ally", "engine_behind", "engine_of", "find_engine", "info_of", "loaded", "memory_of", "masters_shown",
     # what bytes are held for, and who is told of them
     "AVERAGES", "GATHERED", "GRADIENTS", "MASTERS", "OF_ACTIVATIONS", "OPTIMIZER", "PARAMETERS", "PARTIAL", "RESIDUALS",
     "SECONDARY", "STAGING", "Ledger", "Observer", "Traffic", "listener", "making",

@@ -6,9 +6,7 @@ follow                  masters w0 [w1] w2      copies w1 from the values, befor
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -23,17 +21,8 @@ if TYPE_CHECKING:
     from .unit import ParamGroup
 
 
+# set around a zs.shard after which parameters at rest are the fp32 masters for the program (`ParamHome.shows_master`)
 masters_shown: ContextVar[bool] = ContextVar("masters shown", default=False)
-
-
-@contextlib.contextmanager
-def showing_masters() -> Iterator[None]:
-    """Context of a zs.shard after which parameters at rest are the fp32 masters for the program (`ParamHome.shows_master`)."""
-    token = masters_shown.set(True)
-    try:
-        yield
-    finally:
-        masters_shown.reset(token)
 
 
 class Masters:

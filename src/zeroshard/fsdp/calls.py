@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ..api import close, shard
 from ..assembly.late_optimizer import expect, watch
 from ..errors import ConfigError
-from ..seam import FIRST_USE, Engine, engine_of, showing_masters
+from ..seam import FIRST_USE, Engine, engine_of, masters_shown
+from ..utils.setting import setting
 from ..utils.tensor_tree import map_tensors
 from ..utils.torch_compat import own_parameters
 from ..values import values_to_come
@@ -314,7 +315,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
         mesh, _ = root.shown()
     if mesh is not None and mesh.device_type != "cpu":
         moved(model, torch.device(mesh.device_type, torch.cuda.current_device()))
-    with values_to_come(), showing_masters():
+    with setting(values_to_come, True), setting(masters_shown, True):
         shard(model, None, **options)
     root.engine = engine_of(model)
     if mesh is not None:

@@ -364,17 +364,8 @@ def whole_births() -> Iterator[None]:
         cut_whole()
 
 
-_to_come: ContextVar[bool] = ContextVar("values to come", default=False)
-
-
-@contextlib.contextmanager
-def values_to_come() -> Iterator[None]:
-    """Context in which zs.shard allocates parameters and buffers of the meta device, and leaves their values to the program."""
-    token = _to_come.set(True)
-    try:
-        yield
-    finally:
-        _to_come.reset(token)
+# set around a zs.shard that allocates parameters and buffers of the meta device, and leaves their values to the program
+values_to_come: ContextVar[bool] = ContextVar("values to come", default=False)
 
 
 def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], stored: Container[str] | None) -> None:
@@ -391,7 +382,7 @@ def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], 
     if stored is not None:
         made_on_meta, undefined = set(), [name for name in undefined if own_name(model, name) not in stored]
     if (
-        (undefined or made_on_meta) and not _to_come.get() and not isinstance(torch.empty(0), torch_compat.FakeTensor)
+        (undefined or made_on_meta) and not values_to_come.get() and not isinstance(torch.empty(0), torch_compat.FakeTensor)
     ):  # a dry run has no values
         initialise(model, made_on_meta, undefined)
 
