@@ -55,7 +55,6 @@ from .engine.runtime import FIRST_USE, Runtime, runtime_of
 from .engine.saved_parameters import SavedParameters
 from .engine.sizes import BUFFERS, Group, rests_away
 from .engine.topology import Parts, Topology, needed
-from .engine.unit import Unit
 from .engine.user_hooks import ONE_OPTIMIZER, other_optimizers
 from .errors import ConfigError
 from .guard import telling
@@ -76,6 +75,7 @@ from .utils.registry import Registered
 from .utils.work import OVER, Work
 from .values import take_interface
 from .values.averages import Averages
+from .values.module_units import ModuleUnits
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
@@ -232,40 +232,9 @@ class Engine:
         groups = [group for group in self._runtime.groups if group.values.sharded]
         return [pair for group in groups for pair in zip(group.params, group.compute, strict=True)]
 
-    def unshard(self, modules: Collection[nn.Module]) -> Callable[[], None]:
-        """Start to gather what forwards of these modules gather (collective). The function returned waits, and puts whole parameters
-        into the modules, until their next forward or backward ends, a step, or `reshard`."""
-        units = [unit for unit in self._units_of(modules) if unit.sharded and not unit.in_use]
-        for unit in units:
-            self._runtime.attendance.gather(unit)
-
-        def wait() -> None:
-            for unit in units:
-                unit.wait_for_unshard()
-                unit.entries.swap_in()
-                unit.lent = True  # autograd may save its parameters without the hooks of a forward
-
-        return wait
-
-    def reshard(self, modules: Collection[nn.Module]) -> None:
-        """Release what forwards of these modules gather, unless a forward or a backward uses it."""
-        for unit in self._units_of(modules):
-            if unit.sharded and not unit.in_use:
-                unit.give_back()
-                unit.reshard()
-
-    def _units_of(self, modules: Collection[nn.Module]) -> list[Unit]:
-        return [unit for unit in self._runtime.units if any(module in modules for module in unit.modules)]
-
-    def writes(self, modules: Collection[nn.Module]) -> int:
-        """Return how often values of what forwards of these modules gather have been written."""
-        return sum(unit.writes for unit in self._units_of(modules))
-
-    def divide_gradients(self, modules: Collection[nn.Module], factor: float) -> None:
-        """Let gradients of what forwards of these modules gather be the sum over ranks divided by `factor`, not by their number."""
-        for group in (group for unit in self._units_of(modules) for group in unit.trainable):
-            ranks = group.gradients.comm.world_size * group.gradients.comm.replicas
-            group.gradients.summed = group.topology.summed * ranks / factor
+    def units(self, modules: Collection[nn.Module]) -> ModuleUnits:
+        """Return the units that forwards of these modules gather, to gather and release them by hand."""
+        return ModuleUnits(self._runtime, modules)
 
     def show(self, mesh: Any, placements: tuple[Any, ...]) -> None:
         """Let sharded parameters show a DeviceMesh and placements, as DTensors do."""

@@ -152,7 +152,7 @@ class Call:
         names = [name for name, param in self.own_parameters() if param.is_meta] if self.waits else []
         for call, (writes, each) in self.undefined.items():
             assert self.engine is not None
-            names += each if self.engine.writes(call.managed()) == writes else []
+            names += each if self.engine.units(call.managed()).writes == writes else []
         if names:
             raise ConfigError(
                 f"{type(self.module).__name__}: a forward needs values, and these parameters are on the meta device: {names}. Call "
@@ -264,7 +264,7 @@ class Call:
             root.module.require_backward_grad_sync = root.sync  # type: ignore[assignment]
         for call in (root, *inner):
             if call.factor is not None:
-                root.engine.divide_gradients(call.managed(), call.factor)  # type: ignore[union-attr]
+                root.engine.units(call.managed()).divide_gradients(call.factor)  # type: ignore[union-attr]
         expect_late_optimizers()
         return root
 
@@ -327,7 +327,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
             f"{names[id(module)]}.{attribute}".lstrip(".") for module in call.managed() for attribute in own_parameters(module)
         }
         if mine := sorted(held & on_meta):
-            root.undefined[call] = root.engine.writes(call.managed()), mine
+            root.undefined[call] = root.engine.units(call.managed()).writes, mine
     if mesh is not None and mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.cuda.current_device())
         entered = [part.module for part in root.joined] or [model]

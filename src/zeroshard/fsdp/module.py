@@ -137,7 +137,7 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the unit's parameters (collective). async_op: return a handle whose `wait` puts them into the modules."""
         engine = self._engine
-        handle = _Handle(engine.unshard(call_of(self).managed()) if engine is not None else lambda: None)
+        handle = _Handle(engine.units(call_of(self).managed()).unshard() if engine is not None else lambda: None)
         if async_op:
             return handle
         handle.wait()
@@ -147,7 +147,7 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         """Release the unit's gathered parameters; no-op while a forward or backward uses them."""
         call = call_of(self)
         if call.root is not None and call.root.engine is not None:
-            call.root.engine.reshard(call.managed())
+            call.root.engine.units(call.managed()).reshard()
 
     def reset_iter_state(self) -> None:
         """Clear what a forward or backward that raised has left, and drop the gradients. Call it on the model's root."""
@@ -191,7 +191,7 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         call = call_of(self)
         call.factor = factor
         if call.root is not None and call.root.engine is not None:
-            call.root.engine.divide_gradients(call.managed(), factor)
+            call.root.engine.units(call.managed()).divide_gradients(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of `set_gradient_divide_factor`."""
