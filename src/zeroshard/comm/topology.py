@@ -25,7 +25,6 @@ from ..errors import ConfigError
 from ..packing import BackendSums, CompressedGathers, CompressedReductions, HierarchicalComm, LowRankReductions, ReplicatedComm
 from ..packing.codecs import packing
 from ..utils.compression import Compression
-from ..utils.setting import setting
 from .fake import FakeComm, Imagination, imagination
 from .mesh import Divided
 
@@ -202,8 +201,11 @@ def imagined_topology(
     config: Config, ranks: int, node_size: int, separate: bool, copies: bool, mesh: Parts | None = None
 ) -> Topology:
     """Return the Comms that a model would have: they tell what they would hold and send (not collective). See Imagination."""
-    with setting(imagination, Imagination(node_size, separate, copies)):
+    token = imagination.set(Imagination(node_size, separate, copies))
+    try:
         return open_topology(config, Topology.flat(FakeComm(0, ranks)), Ledger(), lambda steps: True, mesh)
+    finally:
+        imagination.reset(token)
 
 
 def _even(world_size: int, size: int) -> Parts:
