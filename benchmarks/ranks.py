@@ -38,6 +38,7 @@ from zeroshard.comm.launch import run_processes
 from zeroshard.engine.comm import process_group
 from zeroshard.seam import decode, encode
 from zeroshard.utils.one_thread import Turn
+from zeroshard.utils.sheets import markdown
 
 from . import memory
 from .tables import MIB
@@ -259,23 +260,17 @@ def table_of_real() -> list[tuple[str, ...]]:
     return list(rows.values())
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table as Markdown."""
-    for row in (header, ["---"] * len(header), *rows):
-        print("|", " | ".join(row), "|")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--few", action="store_true", help="each message is of all ranks, as among few")
     parser.add_argument("--real", action="store_true", help="compare fed ranks with processes over gloo")
     options = parser.parse_args()
     if options.real:
-        print_table(("fed / real", *(f"{n} ranks{many}" for many in ("", ", as many") for n in (2, 4, 8))), table_of_real())
+        print(markdown(("fed / real", *(f"{n} ranks{many}" for many in ("", ", as many") for n in (2, 4, 8))), table_of_real()))
         return
     if options.few:
         process_group.MANY = max(RANKS)
-    print_table(("", *(f"{world_size:,} ranks" for world_size in RANKS), "exponent"), table())
+    print(markdown(("", *(f"{world_size:,} ranks" for world_size in RANKS), "exponent"), table()))
     rows = []
     for world_size, tables, stage in ((1024, 4, 2), (4096, 4, 2), (4096, 4, 3), (4096, 32, 3)):
         with tempfile.TemporaryDirectory() as folder:
@@ -283,7 +278,8 @@ def main() -> None:
         shown = [f"{size / 1e6:.1f}" for size in sizes] + [f"{seconds:.1f} s, {mib:.0f} MiB" for seconds, mib in found.values()]
         rows.append((f"{world_size:,}", str(stage), str(tables), f"{files:,}", *shown))
     print()
-    print_table(("ranks", "stage", "tables", "files", "manifest, MB", ".metadata, MB", "save", "save again", "load"), rows)
+    header = ("ranks", "stage", "tables", "files", "manifest, MB", ".metadata, MB", "save", "save again", "load")
+    print(markdown(header, rows))
 
 
 if __name__ == "__main__":

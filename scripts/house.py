@@ -278,7 +278,7 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 69_100,
+    "lines of src/zeroshard and benchmarks": 69_000,
     "lines of ring 0 (engine/)": 8_600,
     "lines of ring 1": 11_900,
     "imports that leave ring 0": 0,

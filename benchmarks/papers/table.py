@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 from importlib.resources import files
+from statistics import correlation
 
 from zeroshard.utils.sheets import markdown
 
@@ -189,7 +190,4 @@ def rank_correlation(pairs: Iterable[tuple[float, float]]) -> float:
     def ranks(values: tuple[float, ...]) -> list[float]:
         return [sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2 for value in values]
 
-    a, b = ranks(first), ranks(second)
-    mean = (len(a) - 1) / 2
-    product = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
-    return product / (sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)) ** 0.5
+    return correlation(ranks(first), ranks(second))

@@ -138,14 +138,10 @@ def _check_arguments(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
             raise ConfigError(f"{name}: expected a positive number of bytes, got {value!r}.")
     sharded = any("_zeroshard" in module.__dict__ for module in model.modules())
-    if sharded or any(_is_sharded(param) for param in model.parameters()):
+    if sharded or any(info_of(param) is not None for param in model.parameters()):
         raise ZeroshardError("this model is sharded already: zs.tile(model) comes before zs.shard(), or zs.close() it first.")
-    if optimizer is not None and any(_is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
+    if optimizer is not None and any(info_of(param) is not None for group in optimizer.param_groups for param in group["params"]):
         raise ZeroshardError("this optimizer is sharded already: zs.tile() comes before zs.shard().")
-
-
-def _is_sharded(param: Tensor) -> bool:
-    return info_of(param) is not None
 
 
 # -- the plan --------------------------------------------------------------------------------------------------

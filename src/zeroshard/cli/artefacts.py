@@ -6,13 +6,13 @@ metrics.jsonl is written first and report.json last: the first shows that there 
 import json
 import math
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ..checkpoint.directory import write_whole
 from .arguments import UsageError
 from .sheets import drawn
 
@@ -127,13 +127,7 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file atomically: it replaces an old one only once all its content is written."""
-        scratch = self.path / f".{name}.{secrets.token_hex(3)}.tmp"
-        try:
-            scratch.write_text(text, encoding="utf-8")
-            os.replace(scratch, self.path / name)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
+        write_whole(self.path / name, text.encode())
 
     def write_plot(self, baselines: Mapping[str, float]) -> None:
         """Draw loss (bits per byte) and resident memory over time; `baselines` are compressors in bits per byte.

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import zeroshard as zs
 
-from . import report_error
 from .arguments import ExitCode, Parser, UsageError
 from .options import PRECISIONS
 from .sheets import megabytes, say
@@ -41,25 +40,22 @@ def main(argv: Sequence[str]) -> int:
     from ..config import PRECISIONS as DTYPES
     from ..planner.model_source import source_of
 
-    try:
-        with torch.device("meta"):
-            model = None if options.model is None else source_of(options.model).build()
-        done = zs.export(
-            options.checkpoint,
-            options.out,
-            name=options.name,
-            dtype=DTYPES[options.dtype] if options.dtype else None,
-            format=options.format,
-            max_shard_nbytes=max(int(options.max_shard_gb * 1e9), 1),
-            config=options.hf_config,
-            prefix=options.prefix,
-            verify=not options.no_verify,
-            quantize=options.quantize,
-            model=model,
-            ignore=None if options.ignore is None else [each for each in options.ignore.split(",") if each],
-        )
-    except zs.ZeroshardError as error:
-        return report_error(str(error))
+    with torch.device("meta"):
+        model = None if options.model is None else source_of(options.model).build()
+    done = zs.export(
+        options.checkpoint,
+        options.out,
+        name=options.name,
+        dtype=DTYPES[options.dtype] if options.dtype else None,
+        format=options.format,
+        max_shard_nbytes=max(int(options.max_shard_gb * 1e9), 1),
+        config=options.hf_config,
+        prefix=options.prefix,
+        verify=not options.no_verify,
+        quantize=options.quantize,
+        model=model,
+        ignore=None if options.ignore is None else [each for each in options.ignore.split(",") if each],
+    )
     quantized = f" ({done.quantized} of them in {options.quantize})" if done.quantized else ""
     print(f"{done.path}: {done.tensors} tensors{quantized}, {done.numel:,} parameters, {megabytes(done.nbytes)}")
     for file in done.files:

@@ -17,7 +17,6 @@ from typing import Any
 import zeroshard as zs
 
 from ..utils.sheets import Sheet
-from . import report_error
 from .arguments import ExitCode, Parser, verbose
 from .artefacts import CHECKPOINTS, CONFIG, METRICS, MODEL, REPORT, RunFolder
 from .sheets import megabytes, print_json, show
@@ -45,14 +44,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         if run is None or where.is_dir():
             found = zs.inspect_checkpoint(where, name=options.name, verify=not options.no_verify)
-    except zs.CheckpointNotFound as error:
+    except zs.CheckpointNotFound:
         runs = list(where.glob(f"*/{METRICS}")) if run is None and options.name is None else []
         if runs:
             return _list(runs, options.json)
         if run is None:
-            return report_error(str(error))
-    except zs.ZeroshardError as error:
-        return report_error(str(error))
+            raise
     if options.json:
         several = []
         for one in found[-MOST:]:

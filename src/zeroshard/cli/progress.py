@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ..utils.setting import setting
 from .arguments import quiet, verbose
 
 PLAIN_EVERY_S = 10.0
@@ -91,11 +92,10 @@ def working(what: str) -> Iterator[None]:
             wait = _EVERY_S
 
     thread = threading.Thread(target=show, name="progress", daemon=True)
-    token = telling.set(lambda text: told.__setitem__(0, text))
     thread.start()
     try:
-        yield
+        with setting(telling, lambda text: told.__setitem__(0, text)):
+            yield
     finally:
-        telling.reset(token)
         over.set()
         thread.join()

@@ -36,11 +36,12 @@ from ..data.sequence import cut
 from ..errors import ConfigError, ZeroshardError, did_you_mean
 from ..parallel.parallelize import next_token_loss
 from ..public import accumulate, checkpoint_activations, close, parallelize, report, save, shard
-from ..seam import engine_of
+from ..seam import engine_of, listener
 from ..testing import imagined_mesh
 from ..utils import torch_compat
 from ..utils.axes import DP, EP, PLANNED, PP, SP, TP, cuts_model, planned_sizes
 from ..utils.option_names import TILES
+from ..utils.setting import setting
 from ..utils.torch_compat import FakeTensor, PlanMode
 from ..utils.transformers_compat import answer_for_packed, is_pretrained
 from .faults import NO_NUMBERS, first_line, told, where
@@ -119,11 +120,10 @@ def plan(
     recorder = Recorder(separate)
     one_host = not separate and (node_size or total) >= total
     kind = Imagination(node_size, separate, one_host, recorder)
-    token = imagination.set(kind)
     try:
-        _check_options(axes, parallel or {}, checkpointing, tiles or {})
         # a plan is of training, even if the caller is under torch.no_grad() or torch.inference_mode()
-        with torch.inference_mode(False), torch.enable_grad():
+        with setting(imagination, kind), torch.inference_mode(False), torch.enable_grad():
+            _check_options(axes, parallel or {}, checkpointing, tiles or {})
             model = _built(model_fn)
             takes = [inspect.signature(type(each).forward).parameters for each in model.modules() if is_pretrained(each)]
             if any("position_ids" in names for names in takes):  # in a run they read that the positions are those of one sequence
@@ -135,8 +135,6 @@ def plan(
             return run.plan(batch, checkpointing, name or type(model).__name__, separate, hardware)
     except NO_NUMBERS as error:  # while the model is made, or moved
         raise ConfigError(f"the model reads values of tensors ({error.func}), and a plan has none: {_FIXED_SHAPES}") from error
-    finally:
-        imagination.reset(token)
 
 
 def _check_options(
@@ -302,7 +300,7 @@ class _Run:
             world = imagined_mesh(self.axes, self.rank)
         else:
             world = contextlib.nullcontext() if self.real else PlanMode(allow_non_fake_inputs=True)
-        with world as entered, recorder.meter.listening():
+        with world as entered, setting(listener, recorder.meter):
             mesh: Any = entered if meshed else None
             operators = Operators(recorder, self._groups(mesh) if meshed else Groups())
             with contextlib.nullcontext() if meshed else operators:  # a pipeline runs its stages once to see shapes

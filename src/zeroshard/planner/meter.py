@@ -3,7 +3,7 @@
     the ledger     bytes that the library holds, by category and tier
     storages       those that operators allocate and no entry of a ledger claims: activations and temporaries
 
-A ledger reports each change of its entries (`listening`), `Operators` each new storage (`born`), which counts until it is freed.
+A ledger reports each change of its entries (seam's `listener`), `Operators` each new storage (`born`), which counts until it is freed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import Tier
-from ..seam import Ledger, Observer, listener
+from ..seam import Ledger, Observer
 from ..utils import torch_compat
 from ..utils.host_memory import KEEP_NBYTES, MMAP_NBYTES
 from .plan import ACTIVATIONS, Held
@@ -55,15 +55,6 @@ class Meter(Observer):
     def begin(self) -> None:
         """Begin the second step, the one that the plan describes."""
         self._heap_highest = {False: 0, True: 0}
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Watch every ledger that is opened in this block."""
-        token = listener.set(self)
-        try:
-            yield
-        finally:
-            listener.reset(token)
 
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ import functools
 import os
 import threading
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -170,9 +170,6 @@ class Init:
             self._births.enter_context(self._birthplace)
         self._births.enter_context(init(stage=3, comm=self._comm, dtype=self.dtype))
 
-    def _suspend(self) -> None:
-        self._births.close()
-
 
 class _OfRank(threading.local):
     """State of a rank, which may be a thread.
@@ -214,7 +211,7 @@ def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
 def shutdown_init_context() -> None:
     """Suspend open `Init` contexts: modules made inside are ordinary until `restore_init_context`."""
     for each in reversed(here.inits):
-        each._suspend()
+        each._births.close()
 
 
 def restore_init_context() -> None:
@@ -350,11 +347,6 @@ def _persists(info: object) -> TypeGuard[ParameterInfo]:
     return isinstance(info, ParameterInfo) and info.persistent
 
 
-def _ds_id(param: Tensor) -> int:
-    """Return a number that identifies a parameter, the same on every rank."""
-    return _info(param).number
-
-
 def _ds_status(param: Tensor) -> ZeroParamStatus:
     info = _info(param)
     if _persists(info):
@@ -422,7 +414,7 @@ def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, object]:
 
 
 _PROPERTIES: dict[str, Callable[[Tensor], object]] = {
-    "ds_id": _ds_id,
+    "ds_id": lambda param: _info(param).number,  # the same on every rank
     "ds_shape": lambda param: _info(param) and param.shape,
     "ds_numel": lambda param: _info(param) and param.numel(),
     "ds_status": _ds_status,
@@ -482,15 +474,11 @@ def _close(gathering: Gathering) -> None:
 
 def attach(model: nn.Module) -> None:
     """Set ds_* on the compute parameters of a sharded model, which its modules have inside a forward; ds_status is AVAILABLE."""
-    for param, compute in _pairs(model):
+    for param, compute in engine_of(model).computed_parameters():
         compute.__dict__.update(_shown(param, compute))
 
 
 def detach(model: nn.Module) -> None:
     """Undo `attach`, before zs.close."""
-    for _, compute in _pairs(model):
+    for _, compute in engine_of(model).computed_parameters():
         _hide(compute)
-
-
-def _pairs(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    return iter(engine_of(model).computed_parameters())

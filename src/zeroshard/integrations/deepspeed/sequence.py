@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -89,19 +89,14 @@ def groups_of(size: int, only_in_training: bool = False) -> SequenceGroups:
     return groups
 
 
-def _get_sequence_parallel_group() -> Any:
-    groups = getattr(_here, "groups", None)
-    return None if groups is None else groups.get_sequence_parallel_group()
+def _of_latest(name: str, otherwise: int | None) -> Callable[[], Any]:
+    """Return a function that calls this method of the latest groups, and returns `otherwise` where there are none."""
+    return lambda: getattr(_here.groups, name)() if hasattr(_here, "groups") else otherwise
 
 
-def _get_sequence_parallel_world_size() -> int:
-    groups = getattr(_here, "groups", None)
-    return 1 if groups is None else groups.get_sequence_parallel_world_size()
-
-
-def _get_sequence_parallel_rank() -> int:
-    groups = getattr(_here, "groups", None)
-    return 0 if groups is None else groups.get_sequence_parallel_rank()
+_get_sequence_parallel_group = _of_latest("get_sequence_parallel_group", None)
+_get_sequence_parallel_world_size = _of_latest("get_sequence_parallel_world_size", 1)
+_get_sequence_parallel_rank = _of_latest("get_sequence_parallel_rank", 0)
 
 
 class UlyssesSPAttentionHF(nn.Module):

@@ -18,6 +18,7 @@ from typing import Any
 from ...config import Tier
 from ...errors import ConfigError
 from ...utils.axes import PP
+from ...utils.setting import setting
 from ..faults import OutOfTime
 from ..plan import Plan
 from ..recorder import deadline, tell
@@ -68,20 +69,18 @@ def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> 
     until = time.monotonic() + seconds
     confirmed: list[Remedy] = []
     left: list[_Choice] = []
-    token = deadline.set(until)
     try:
-        formulas = _Formulas(request, plans)
-        soon = time.monotonic() + (until - time.monotonic()) / 3
-        left = _cheapest(_fitting(formulas, soon))
-        while left and len(confirmed) < ENOUGH:
-            confirmed += _tried(formulas, plans, left[0])
-            left = left[1:]
+        with setting(deadline, until):
+            formulas = _Formulas(request, plans)
+            soon = time.monotonic() + (until - time.monotonic()) / 3
+            left = _cheapest(_fitting(formulas, soon))
+            while left and len(confirmed) < ENOUGH:
+                confirmed += _tried(formulas, plans, left[0])
+                left = left[1:]
     except OutOfTime:  # left[0] and those after it remain as they are by formula
         pass
     except ConfigError:  # no profile can be made of this model
         return []
-    finally:
-        deadline.reset(token)
     sure = [choice for choice in left if choice.share <= _SURE]
     return cheapest_first(confirmed) + [_by_formula(formulas, choice) for choice in sure[: ENOUGH - len(confirmed)]]
 
