@@ -16,6 +16,7 @@ from ..seam import info_of
 from .calls import STATE, Call
 from .configuration import cast
 from .module import become_fsdp
+from .pipelining import serve_pipelines
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.13
@@ -93,6 +94,7 @@ def fully_shard(
         if policy.output_dtype is not None:
             each.register_forward_hook(_casts_output(policy.output_dtype))
     call.wait()
+    serve_pipelines()
     return module
 
 
@@ -133,8 +135,8 @@ def _casts_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
 def _state(module: nn.Module) -> NoReturn:
     """Raise ConfigError: torch.distributed.pipelining asks FSDP2 for its inner state."""
     raise ConfigError(
-        f"fully_shard.state({type(module).__name__}): zeroshard.fsdp has no FSDPState, which torch.distributed.pipelining asks for. For stages use "
-        "zs.Pipeline or zs.parallelize."
+        f"fully_shard.state({type(module).__name__}): zeroshard.fsdp has no FSDPState. For torch.distributed.pipelining, import it before "
+        "the calls of fully_shard."
     )
 
 

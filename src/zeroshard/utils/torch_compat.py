@@ -501,3 +501,11 @@ def replace_state_dict_functions(gather: Callable[..., Any], broadcast: Callable
 
     state_dict._gather_state_dict = functools.partial(gather, utils._gather_state_dict)
     utils._broadcast_tensors = functools.partial(broadcast, utils._broadcast_tensors)
+
+
+def replace_stage_methods(**methods: Callable[..., Any]) -> None:
+    """Let all stages of torch.distributed.pipelining use these methods; each gets the one that it replaces after `self`."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    for name, method in methods.items():
+        setattr(_PipelineStageBase, name, functools.partialmethod(method, getattr(_PipelineStageBase, name)))
