@@ -266,15 +266,15 @@ def measure() -> dict[str, float]:
 
 COMMENTS = "comment lines, %"
 GOALS = {
-    "lines of src/zeroshard and benchmarks": 62_700,
-    "lines of ring 0 (engine/)": 8_500,
-    "lines of ring 1": 12_000,
+    "lines of src/zeroshard and benchmarks": 69_100,
+    "lines of ring 0 (engine/)": 8_600,
+    "lines of ring 1": 11_900,
     **dict.fromkeys(("imports that leave ring 0", "imports from ring 1 to ring 2", "imports between rooms of ring 1"), 0),
-    "lines of these, engine.optimizer": 8_500,
+    "lines of these, engine.optimizer": 12_100,
     **{f"names of the engine that {satellite} imports": 0 for satellite in SATELLITES},
     **{f"names inside of services that {satellite} imports": 0 for satellite in SATELLITES},
     **{f"places of {satellite} inside the engine": 0 for satellite in SATELLITES},
-    "Any in 1,000 lines": 10,
+    "Any in 1,000 lines": 12.3,
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
@@ -285,7 +285,7 @@ BOUNDS: dict[str, float] = {
     "imports from ring 1 to ring 2": 0,
     "imports between rooms of ring 1": 0,
     "files to own for engine (engine.unit)": 47,
-    "lines of these, engine.unit": 7_900,
+    "lines of these, engine.unit": 8_000,
     "files to own for engine and optimizer (engine.optimizer)": 69,
     "lines of these, engine.optimizer": 12_100,
     "files to own for zs.shard (api)": 178,
