@@ -266,19 +266,19 @@ def measure() -> dict[str, float]:
 
 COMMENTS = "comment lines, %"
 GOALS = {
-    "lines of src/zeroshard and benchmarks": 69_100,
-    "lines of ring 0 (engine/)": 8_600,
-    "lines of ring 1": 11_900,
+    "lines of src/zeroshard and benchmarks": 62_700,
+    "lines of ring 0 (engine/)": 8_500,
+    "lines of ring 1": 12_000,
     **dict.fromkeys(("imports that leave ring 0", "imports from ring 1 to ring 2", "imports between rooms of ring 1"), 0),
-    "lines of these, engine.optimizer": 12_100,
+    "lines of these, engine.optimizer": 8_500,
     **{f"names of the engine that {satellite} imports": 0 for satellite in SATELLITES},
     **{f"names inside of services that {satellite} imports": 0 for satellite in SATELLITES},
     **{f"places of {satellite} inside the engine": 0 for satellite in SATELLITES},
-    "Any in 1,000 lines": 12.3,
+    "Any in 1,000 lines": 10,
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 69_000,
+    "lines of src/zeroshard and benchmarks": 69_100,
     "lines of ring 0 (engine/)": 8_600,
     "lines of ring 1": 11_900,
     "imports that leave ring 0": 0,
@@ -329,7 +329,7 @@ BOUNDS: dict[str, float] = {
     "files that the model enters in zs.shard": 16,
     "fields of Runtime that change": 10,
     "fields of Unit that change": 10,
-    "Any in 1,000 lines": 12.2,
+    "Any in 1,000 lines": 12.3,
     COMMENTS: 4.2,
 }
 
