@@ -280,7 +280,7 @@ GOALS = {
 BOUNDS: dict[str, float] = {
     "lines of src/zeroshard and benchmarks": 69_100,
     "lines of ring 0 (engine/)": 8_600,
-    "lines of ring 1": 11_900,
+    "lines of ring 1": 12_000,
     "imports that leave ring 0": 0,
     "imports from ring 1 to ring 2": 0,
     "imports between rooms of ring 1": 0,

@@ -250,7 +250,36 @@ def _roots(door, rank):
     return found, states(model, optimizer)
 
 
-PROGRAMS = (_roots, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered)
+def _written(door, rank):
+    """A bf16 policy, and parameters that are written at rest: from the meta device, in place, by .data, by loads, between steps."""
+    given, model = net().state_dict(), net("meta")
+    wrapped(door, model, mp_policy=BF16)
+    model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, given if rank == 0 else {}, options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    found = steps(model, optimizer, rank, 0, 2)
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(1 + 2**-12)  # less than bf16 resolves
+        model.norm.bias.fill_(0.125)
+    model.blocks[1].down.bias.data.mul_(3)
+    torch.nn.init.constant_(model.blocks[1].norm.weight, 0.5)
+    found += [(loss_of(model, rank, 2).item(), 0.0)]
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(value.dtype == torch.float32 for value in kept.values())
+    found += steps(model, optimizer, rank, 2, 4)
+    trained = states(model, optimizer)
+    model.load_state_dict(kept)
+    model.unshard()
+    whole = model.head.weight.detach().clone()
+    assert whole.dtype == torch.bfloat16 and whole.shape == (11, 9)
+    model.reshard()
+    assert all(param.dtype == torch.float32 for param in model.parameters())
+    loaded = {"loaded": get_model_state_dict(model, options=FULL), "unsharded": {"head": whole}}
+    return [*found, (loss_of(model, rank, 2).item(), 0.0)], trained | loaded
+
+
+PROGRAMS = (_roots, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written)
 
 
 def _both(rank, ranks, programs):
@@ -281,6 +310,93 @@ def test_the_numbers_are_those_of_fsdp2(beside, program):
         check_equal(results[program]["zeroshard"], results[program]["torch"])
 
 
+STAGES = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "offloaded": {"stage": 2, "offload_optimizer": "cpu"},
+    "small ones whole": {"param_persistence_threshold": 40},
+}
+LOWERED = (_policies, _frozen, _scaled, _written, _assigned, _roots)
+
+
+def _at_stages(rank, ranks, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for stage, options in {"stage 3": {}, **STAGES}.items():
+        fsdp.configure(**options)
+        for program in LOWERED if options else ():
+            found[stage, program.__name__] = program(fsdp, rank)
+        model = wrapped(fsdp, mp_policy=BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        if not options:
+            steps(model, optimizer, rank)
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        if not options:
+            dcp_save(state, checkpoint_id=folder)
+        dcp_load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        found[stage, "loaded"] = steps(model, optimizer, rank, 4, 6), states(model, optimizer)
+        with torch.no_grad():
+            model.norm.bias.fill_(7.0)
+        before = loss_of(model, rank, 6).item()
+        dcp_load({"model": {"norm.bias": model.state_dict()["norm.bias"]}}, checkpoint_id=folder)  # one rank alone has elements
+        found[stage, "loaded"][0].append((before, loss_of(model, rank, 6).item()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def at_stages(tmp_path_factory):
+    return run_processes(_at_stages, 2, str(tmp_path_factory.mktemp("stages")), timeout_s=180)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", ["loaded", *(program.__name__ for program in LOWERED)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_show_their_masters_at_every_stage(beside, at_stages, stage, program):
+    for expected, found in zip(beside, at_stages, strict=True):
+        if program == "loaded":
+            check_equal(found[stage, program], found["stage 3", program])
+            continue
+        check_equal(found[stage, program], expected[program]["torch"])
+        if stage in ("stage 1", "stage 2"):  # cut as at stage 3: the same bits
+            assert found[stage, program][0] == expected[program]["zeroshard"][0]
+
+
+def _kept(rank, ranks):
+    """Number of gathers of a forward and backward, a step, a write at rest, the next forward, and the one after; and bytes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    fsdp.configure(stage=2)
+    model = wrapped(fsdp, mp_policy=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    def write():
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+
+    counts = []
+    for act in (
+        lambda: loss_of(model, rank, 0).backward(), optimizer.step, write, lambda: loss_of(model, rank, 0), lambda: loss_of(model, rank, 1)
+    ):  # fmt: skip
+        act()
+        traffic = engine_of(model).snapshot().traffic
+        counts.append(traffic["gather"].count if "gather" in traffic else 0)
+    assert isinstance(model.head.weight, ShardedParameter) and model.head.weight.dtype == torch.float32
+    report = zs.report(model)
+    return counts, len(engine_of(model).snapshot().groups), report.formula["parameters"], report.at_rest["parameters"]
+
+
+@pytest.mark.processes
+def test_wholes_that_ranks_keep_are_gathered_after_writes_alone():
+    numel = sum(param.numel() for param in net().parameters())
+    for counts, groups, formula, held in run_processes(_kept, 2):
+        assert counts == [0, groups, groups, groups + 1, groups + 1]
+        assert formula == 2 * numel <= held
+
+
 def _hsdp(rank, ranks):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -301,7 +417,8 @@ def _seeds(rank, ranks):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {}
-    for seeds in ((5, 6), (5, 5)):
+    for seeds, stage in (((5, 6), 3), ((5, 5), 3), ((5, 6), 1)):
+        fsdp.configure(stage=stage)
         model = wrapped(fsdp, net("meta"))
         torch.manual_seed(seeds[rank])
         model.to_empty(device="cpu")
@@ -310,14 +427,14 @@ def _seeds(rank, ranks):
                 module.reset_parameters()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         model.scale.fill_(1.0)
-        found[seeds] = steps(model, optimizer, 0)
+        found[seeds, stage] = steps(model, optimizer, 0)
     return found
 
 
 @pytest.mark.processes
 def test_ranks_may_have_other_seeds():
     first, second = run_processes(_seeds, 2)
-    assert first == second and first[5, 6] == first[5, 5]
+    assert first == second and first[(5, 6), 3] == first[(5, 5), 3] == first[(5, 6), 1]
 
 
 @pytest.mark.processes

@@ -1,9 +1,13 @@
 """Flat buffers of parameters: an all-gather makes a buffer whole on each rank, a release frees the whole and keeps the shard.
 
-A buffer in placement SHARDED keeps one shard per rank; `full` has memory only between gather and release. Its storage is resized
-to nothing and back, so that its views stay the same tensors: those that modules use, and those that autograd saved. Where all
-ranks map one memory (`Region.common`), `full` is always valid and a gather moves nothing. Gradients have a flat buffer of the
-same layout (engine/reduction.py).
+    each rank keeps          parameters at rest show     gather                                    release
+    a shard                  slices                      all-gather                                frees the whole
+    one memory of all ranks  slices                      nothing (`mapped`)                        nothing
+    the whole                the whole                   all-gather, after a step                  nothing
+    the whole                slices (`masters_shown`)    all-gather, after a step or other write   nothing
+
+Where a release frees the whole, the storage of `full` is resized to nothing and back, so that its views stay the same tensors:
+those that modules use, and those that autograd saved. Gradients have a flat buffer of the same layout (engine/reduction.py).
 """
 
 from __future__ import annotations
@@ -36,36 +40,37 @@ class ParameterBuffer:
     full: (numel,); the model computes with views of it. rest: (shard_numel,), the resting place of this rank's shard.
     region: the memory that peers read; None if the shard rests off the device. Then `fetch` copies it to a staging buffer, which
     `gather` sends.
+    sharded: parameters at rest are slices for the program. replicated: each rank keeps the whole in memory of its own. kept: both;
+    then `behind` is True from a write to shards until the next gather, on all ranks alike.
     """
 
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, config: Config, comm: Comm, tiers: Tiers,
-        number: int, label: str, sharded: bool, staging: StagingPool | None = None,
+        number: int, label: str, sharded: bool, replicated: bool, staging: StagingPool | None = None,
     ) -> None:  # fmt: skip
-        """number: identifies this buffer, the same on every rank. sharded: placement SHARDED if True, else REPLICATED.
-
-        staging: the buffers through which a shard passes that rests off the device.
-        """
+        """number: identifies this buffer, the same on every rank. staging: the buffers through which a shard passes that rests off
+        the device."""
         self.layout, self.comm, self.ledger, self.tiers, self.label = layout, comm, tiers.ledger, tiers, label
-        self.number, self.dtype, self.sharded = number, dtype, sharded
+        self.number, self.dtype, self.sharded, self.replicated = number, dtype, sharded, replicated
+        self.kept, self.behind = sharded and replicated, False
         self._full_nbytes = layout.numel * dtype.itemsize
         offload = config.offload_param
-        self.tier = offload.tier if self.sharded else Tier.DEVICE
+        self.tier = Tier.DEVICE if replicated else offload.tier
         away = rests_away(self.tier, tiers.separate)
-        mapped = self.sharded and config.map_shared and not away and comm.copies
+        mapped = not replicated and config.map_shared and not away and comm.copies
         common = comm.allocate_common(layout.numel, dtype) if mapped else None
         self.mapped = common is not None
         self.region: Region | None = None
         if common is not None:
             self.region, self.full = common, common.tensor
-        elif self.sharded:
+        elif not replicated:
             self.region = None if away else comm.allocate(layout.shard_numel, dtype, whole=False)
             self.full = claimed(torch.empty(layout.numel, dtype=dtype, device=comm.device))  # a ledger counts it if gathered
             self.full.untyped_storage().resize_(0)  # released until the first gather; the tensor object stays
         else:
             self.region = comm.allocate(layout.numel, dtype, whole=True)
             self.full = self.region.tensor
-        self.nbytes = layout.shard_numel * dtype.itemsize if self.sharded else self._full_nbytes
+        self.nbytes = self._full_nbytes if replicated else layout.shard_numel * dtype.itemsize
         if self.region is None:
             self.rest = tiers.rest(PARAMETERS, offload, layout.shard_numel, dtype)
         else:
@@ -82,6 +87,11 @@ class ParameterBuffer:
         self._staged: tuple[int, Region, Work] | None = None  # staging buffer (number, region) and the copy of the shard to it
         self._upload: Work | None = None  # the newest copy from the shard at rest on the host to the device
 
+    @property
+    def released(self) -> bool:
+        """True if a release frees the whole, and the next gather fills memory anew."""
+        return not (self.replicated or self.mapped)
+
     def new_views(self) -> list[Tensor]:
         """Return one view of `full` for each slot, in its parameter's shape."""
         full, storage, slots = self.full, self.full.untyped_storage(), self.layout.slots
@@ -93,8 +103,8 @@ class ParameterBuffer:
             fresh = (torch.empty(0, dtype=full.dtype, device=full.device) for _ in slots)
             views = zip(fresh, memories, slots, strict=True)
             return [view.set_(memory, 0, slot.shape) for view, memory, slot in views]  # type: ignore[call-overload]  # torch takes a slice
-        if not self.sharded or self.mapped:
-            return slot_views(full, self.layout)  # in memory that is never released
+        if not self.released:
+            return slot_views(full, self.layout)
         storage.resize_(self._full_nbytes)  # torch makes no views beyond a storage's end
         released = slot_views(full, self.layout)
         storage.resize_(0)
@@ -143,8 +153,13 @@ class ParameterBuffer:
             self._upload = None
 
     def gather(self) -> Collective:
-        """Start to fill `full` from the shards of all ranks (collective): ZeRO-3's all-gather; in stages 1, 2 after a step."""
-        if self.sharded and not self.mapped and not self._present:
+        """Start to fill `full` from the shards of all ranks (collective): ZeRO-3's all-gather; in stages 1, 2 after a step.
+
+        Of a whole that is `kept`: only if it is `behind`.
+        """
+        if self.kept and not self.behind:
+            return Collective()
+        if self.released and not self._present:
             take_again(self.full, self._full_nbytes)
             self.ledger.enter(GATHERED, self._full_nbytes)
             self._present = True
@@ -162,6 +177,7 @@ class ParameterBuffer:
             work = self.comm.gather(self.full, region, self.label, tag=self.number)
             self._pool.give(number, work)  # free again when all ranks have read it
         self.ledger.sent("gather", work.sent, self.label)
+        self.behind = False
         return work
 
     def release(self) -> None:

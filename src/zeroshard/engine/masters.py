@@ -15,13 +15,15 @@ from torch import Tensor
 from ..config import Placement
 from ..utils import torch_compat
 from .flat_layout import round_up
+from .parameter import gather_flat
 from .rest import Rest
 
 if TYPE_CHECKING:
     from .unit import ParamGroup
 
 
-# set around a zs.shard after which parameters at rest are the fp32 masters for the program (`ParamHome.shows_master`)
+# set around a zs.shard after which parameters at rest are slices for the program at every stage, and of the fp32 masters where
+# there are any (`ParamHome.shows_master`)
 masters_shown: ContextVar[bool] = ContextVar("masters shown", default=False)
 
 
@@ -107,6 +109,12 @@ class Masters:
         for index in self.unseen():
             self.seen(index)
         return bool(self.dirty)
+
+    def complete(self) -> None:
+        """Copy each rank's slice of whole masters, where the program has written, to all others (collective)."""
+        if self.rest is not None:
+            begin, end = self.group.layout.shard_range(self.group.comm.rank)
+            self.rest.store(0, gather_flat(self.group.comm, self.rest.load(begin, end), f"masters of {self.group.unit.name}"))
 
     def follow(self) -> None:
         """Copy written parameters from the values into the masters."""

@@ -315,9 +315,12 @@ class OptimizerCore:
         met: the ranks have exchanged the norm in this step, which was the barrier. A clip before the step was none: the program may
         have run a forward since, in which a slower peer still reads this rank's shards.
         """
-        self.comm.fence_write(synchronised=met)
-        self.runtime.gate.invalidate()
         groups = self.stepped_groups
+        behind = [group for group in groups if group.values.behind and self.replicated]
+        for group in behind:  # each rank steps what the program has written to other ranks' slices, too
+            group.gather().wait()
+        self.comm.fence_write(synchronised=met and not behind)
+        self.runtime.gate.invalidate()
         stepped = set(map(id, groups))
         self.runtime.gate.refresh(groups)
         published = self._publish_delayed() if self.delayed is not None else []
@@ -441,8 +444,11 @@ class OptimizerCore:
         """Mark parameters as written, for autograd; all-gather, from stepped shards, those that ranks have whole (collective)."""
         for group in written:
             group.mark_written()
-        if not self.replicated:
-            works = [g.values.gather() for g in written if not g.values.sharded]
+        if self.replicated:  # each rank has stepped the whole
+            for group in written:
+                group.values.behind = False
+        else:
+            works = [g.gather() for g in written if g.values.replicated]
             for work in works:
                 work.wait()
             if works:

@@ -171,9 +171,13 @@ class ParamHome(Home):
     def note(self, trace: int, anew: bool) -> None:
         self.group.masters.note(self.index, trace, anew)
 
+    def before_load(self) -> None:
+        self.group.values.behind = self.group.values.kept
+        self.group.comm.control.fence_write()
+
     def before_write(self) -> None:
         self.group.begin_write()
-        self.group.unit.writes += 1
+        self.group.count_write()
         self.group.comm.control.fence_write()  # until no peer reads the slice in place
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:

@@ -75,9 +75,8 @@ class SavedParameters:
     def follow(self, unit: Unit) -> None:
         """Register the unit's gathered memory, in place of the memory that it had before."""
         self._groups = {memory: group for memory, group in self._groups.items() if group.unit is not unit}
-        if unit.memories:
-            memories = ((memory_of(group.values.full), group) for group in unit.gathered)
-            self._groups |= {memory: group for memory, group in memories if memory is not None}
+        memories = ((memory_of(group.values.full), group) for group in unit.gathered if group.values.released)
+        self._groups |= {memory: group for memory, group in memories if memory is not None}
 
     def push(self, unit: Unit) -> None:
         """Enable the hooks as a forward of the unit begins: autograd saves handles of gathered parameters until `pop`."""

@@ -224,9 +224,10 @@ class Builder:
         config, sizes, layout = self.config, given.sizes, given.layout
         label, (sent, fetched) = f"{unit.name} ({sizes.dtype})", self.pools[id(given.topology)]
         self.tag += 1
+        cut = config.row.parameter is Placement.SHARDED and not sizes.whole
         values = ParameterBuffer(
             layout, sizes.dtype, config, given.values, self.tiers, self.tag, f"gather {label}",
-            config.row.parameter is Placement.SHARDED and not sizes.whole, fetched,
+            cut or self.runtime.shows_masters, not cut, fetched,
         )  # fmt: skip
         grads: GradientBuffer | None = None
         masters: Rest | None = None
@@ -365,9 +366,11 @@ def _store(group: ParamGroup, index: int, value: Tensor) -> None:
         piece = value._local if alike else value.gathered().reshape(-1)[home.start : home.stop]
     else:
         piece = value.detach().reshape(-1)[home.start : home.stop]
+    behind = group.values.behind
     group.set_local(index, piece)
-    if not group.values.sharded:
+    if group.values.replicated:  # each rank writes the whole
         group.values.views[index].copy_(_whole_of(value))
+        group.values.behind = behind
     masters = group.masters
     masters.dirty.discard(index)  # values and masters get the same write
     masters.traces.pop((index, "value"), None)

@@ -115,6 +115,17 @@ class ParamGroup:
         """True if a tensor of the program, or one that autograd has saved, refers to the gathered memory."""
         return references(self.values.full) > self.own_references
 
+    def count_write(self) -> None:
+        """Count a write to this rank's shard, which leaves the wholes that ranks keep behind."""
+        self.unit.writes += 1
+        self.values.behind = self.values.kept
+
+    def gather(self) -> Collective:
+        """Start to gather the values (collective). After a write to slices where each rank steps the whole, make masters whole."""
+        if self.values.behind and self.masters.whole:
+            self.masters.complete()
+        return self.values.gather()
+
     def detach(self) -> None:
         """Let the tensors that refer to the gathered memory keep it; later gathers of this group allocate other memory."""
         self.values.detach()
@@ -136,14 +147,14 @@ class ParamGroup:
         return view
 
     def _begin_set(self) -> None:
-        self.unit.writes += 1
+        self.count_write()
         self.values.cancel_fetch()  # a fetched copy has the old value
         self.values.invalidate()  # so have copies that the communicator keeps
 
     def mark_written(self) -> None:
         """Count a step's write, which autograd did not see, so that the backward of an earlier forward raises, as in torch."""
         if self.values.sharded:
-            self.unit.writes += 1
+            self.count_write()
         else:
             before = [torch_compat.version(param) for param in self.params]
             torch.autograd.graph.increment_version(self.params)
@@ -153,7 +164,8 @@ class ParamGroup:
 
     def put_whole(self, index: int) -> None:
         """Record that the whole of replicated parameter `index` and its master were written, which autograd did not see."""
-        torch.autograd.graph.increment_version(self.params[index])
+        if not self.values.sharded:
+            torch.autograd.graph.increment_version(self.params[index])
         self.masters.written(index)
 
     def gradient(self, index: int) -> Tensor | None:
@@ -197,7 +209,7 @@ class ParamGroup:
         if value is None:
             place.zero_()
         elif isinstance(value, ShardedTensor):
-            place.copy_(value._local)
+            place.copy_(value.gathered().reshape(-1) if grads.replicated else value._local)
         else:
             place.copy_(value.reshape(-1) if grads.replicated else value.reshape(-1)[home.start : home.stop])
         if not grads.replicated:
@@ -252,15 +264,17 @@ class Unit:
         self.groups, self.sharded, self.phase = [], False, Phase.READY
         self.groups = groups = [make(self, given) for given in layouts]
         self.gathered = [group for group in groups if group.values.sharded]  # the other groups are whole at rest
+        self._released = [group for group in self.gathered if group.values.released]
         self.sharded = bool(self.gathered)
         self.phase = Phase.SHARDED if self.sharded else Phase.READY
         self.lent = False  # the next release must let tensors that refer to the memory keep it (`ParamGroup.detach`)
         self.lends = False  # a forward of it has returned views of its memory, once or more
         self.forward: UnitForward | None = None  # the outermost forward that runs inside
         self.entries = ModuleEntries(groups)
-        self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in self.gathered)
-        self.gathered_numel = sum(g.layout.numel for g in self.gathered)
-        self.releases = self.sharded and not any(g.values.mapped for g in self.gathered)  # mapped memory is never released
+        anew = [group for group in self.gathered if not group.values.kept]
+        self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in anew)
+        self.gathered_numel = sum(g.layout.numel for g in anew)
+        self.releases = bool(self._released)
         for group in self.gathered:  # nobody else has any reference yet
             group.own_references = references(group.values.full)
         self.staged = any(g.values.staged for g in self.gathered)
@@ -273,9 +287,7 @@ class Unit:
         self.piece = isinstance(modules[0], Piece)  # other pieces of the module run between its forward and its backward
         self.expect()
         self._works: list[Collective] = []
-        self._guarded = [
-            param for group in self.gathered if not group.values.mapped for param in group.compute if type(param) is nn.Parameter
-        ]
+        self._guarded = [param for group in self._released for param in group.compute if type(param) is nn.Parameter]
         here = weakref.ref(self)  # weak, since parameters that the program keeps refer to the class that refers to the function
 
         def gather_for_backward() -> None:  # a backward uses a compute parameter that was kept beyond its forward
@@ -295,12 +307,12 @@ class Unit:
     @property
     def memories(self) -> set[int | None]:
         """Identities of the storages of gathered parameters that a release gives up; empty where nothing is ever released."""
-        return {memory_of(group.values.full) for group in self.gathered} if self.releases else set()
+        return {memory_of(group.values.full) for group in self._released}
 
     @property
     def referred(self) -> bool:
         """True if anything but this library refers to the gathered memory."""
-        return self.releases and any(group.referred for group in self.gathered)
+        return any(group.referred for group in self._released)
 
     def expect(self) -> None:
         """Count the gradients that a backward brings; call it again after requires_grad of a parameter was switched."""
@@ -351,7 +363,7 @@ class Unit:
         self._move(Phase.GATHERING)
         try:
             for group in self.gathered:
-                self._works.append(group.values.gather())
+                self._works.append(group.gather())
         except BaseException as error:  # KeyboardInterrupt, too; the program may catch it and go on, with a smaller batch
             for work in self._works:
                 work.wait()
@@ -380,7 +392,7 @@ class Unit:
             return
         self.wait_for_unshard()  # a running all-gather still writes to the memory
         lent, self.lent = self.lent and self.referred, False
-        for group in self.gathered:
+        for group in self._released:
             if lent and group.referred:
                 group.detach()
             group.values.release()

@@ -68,13 +68,6 @@ def options_of(root: Call, inner: Sequence[Call], names: dict[int, str]) -> dict
         for name in ("dtypes", "master_weights", "cast_inputs", "cast_buffers"):
             del options[name]
     options |= _options
-    rounded = options["stage"] != 3 or options.get("param_persistence_threshold")
-    if rounded and options.get("master_weights", True) and any(call.lowers for call in calls):
-        raise ConfigError(
-            "zeroshard.fsdp.configure(stage=0, 1 or 2, or param_persistence_threshold) with an mp_policy that computes below the parameters' "
-            "dtype: parameters that every rank has whole would show, and save, rounded values. Use stage 3 without the threshold, or give "
-            "the model in that dtype."
-        )
     if options["stage"] != 3:  # what is for sharded parameters alone
         for name in {"max_live_parameters", "zero_hpz_partition_size", "offload_param"} - _options.keys():
             options.pop(name, None)

@@ -198,7 +198,7 @@ def _formula(snapshot: Snapshot, sharded: bool) -> dict[str, int]:
         values = row.parameter if group.sharded else Placement.REPLICATED
         totals[PARAMETERS] += held(values, group.numel * group.dtype.itemsize)
         if group.gradient is None:  # masters of what is frozen: under FSDP2's door
-            totals[OPTIMIZER] += held(values, int(group.numel * group.master_nbytes))
+            totals[OPTIMIZER] += held(row.optimizer, int(group.numel * group.master_nbytes))
         else:
             totals[GRADIENTS] += held(row.gradient, group.numel * group.gradient.itemsize)
             totals[OPTIMIZER] += held(row.optimizer, int(group.numel * (group.master_nbytes + group.states_nbytes)))

@@ -137,7 +137,7 @@ def _group(group: ParamGroup, runtime: Runtime, core: OptimizerCore | None, plai
     columns = sum(column.nbytes / column.numel for column in group.columns.values())  # 0 before the first step
     return GroupSnapshot(
         numel=layout.true_numel, aligned_numel=sum(round_up(slot.numel, layout.alignment) for slot in layout.slots),
-        shard_numel=layout.shard_numel, ranks=group.comm.world_size, dtype=values.dtype, sharded=values.sharded,
+        shard_numel=layout.shard_numel, ranks=group.comm.world_size, dtype=values.dtype, sharded=not values.replicated,
         gradient=None if grads is None else grads.dtype, gradient_tier=Tier.DEVICE if grads is None else grads.rest.tier,
         stepped=masters.stepped.dtype,
         stepped_params=tuple(s.numel for p, s in zip(group.params, layout.slots, strict=True) if id(p) in stepped),
@@ -154,7 +154,7 @@ def _sent(group: ParamGroup, config: Config) -> Sent:
     """Return the bytes that one rank sends for a group in a step of one backward (frozen parameters: gathers only)."""
     numel, values, grads, row = group.layout.true_numel, group.values, group.grads, config.row
     sends: list[tuple[Comm, str, torch.dtype, int]] = []  # of each collective: kind, dtype, tag
-    if values.sharded:
+    if not values.replicated:
         sends += [(values.comm, kind, values.dtype, 0) for kind in ("gather", "gather again")]
     elif row.optimizer is Placement.SHARDED and grads is not None:
         sends.append((values.comm, "gather", values.dtype, 0))

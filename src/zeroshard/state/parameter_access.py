@@ -136,7 +136,7 @@ class _Value(ParameterPart):
 
     @property
     def replicated(self) -> bool:  # type: ignore[override]
-        return not self.group.values.sharded
+        return self.group.values.replicated
 
     def local(self) -> Tensor:
         home, group, runtime = self.home, self.group, self.group.runtime

@@ -169,7 +169,7 @@ class StateSlice(NamedPart):
         """
         assert self.kind == "value"
         group, masters = self._group, self._group.masters.rest
-        if not group.values.sharded:
+        if group.values.replicated:
             return 0, empty(math.prod(self.extents), given, device), self.write
         if device == "cpu" and masters is None and (place := group.place(self._index)) is not None:
             return self.start, place, lambda values: None
@@ -180,7 +180,7 @@ class StateSlice(NamedPart):
         """Write a value (n,), of a replicated parameter the whole, and the same to its master."""
         assert self.kind == "value"
         group, index = self._group, self._index
-        if not group.values.sharded:
+        if group.values.replicated:
             write_value(group, index, values.view(self.extents))
             group.put_whole(index)
             return

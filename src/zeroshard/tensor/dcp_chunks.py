@@ -114,9 +114,11 @@ class HasChunks(Sliced):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the boxes that this rank holds."""
+        """Return the boxes that this rank holds, of a tensor that DCP is about to load."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+        if self._of_parameter:
+            self._home.before_load()
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

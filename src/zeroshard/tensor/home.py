@@ -87,6 +87,9 @@ class Home:
     def note(self, trace: int, anew: bool) -> None:
         """Add a write to the trace. anew: it wrote every element, so that earlier writes no longer matter."""
 
+    def before_load(self) -> None:
+        """Prepare for writes to slices by the ranks that have elements of what is loaded, at times of their own (collective)."""
+
     def before_write(self) -> None:
         """Prepare for a write to the slice of a parameter (collective where peers read the slice in place)."""
 

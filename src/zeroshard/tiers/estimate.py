@@ -45,19 +45,19 @@ def needs(config: Config, separate: bool, groups: Sequence[Group], repeated: boo
         sharded = row.parameter is Placement.SHARDED and not group.whole
         place, numel = (config.offload_param, group.shard_numel) if sharded else (device, group.numel)
         add(PARAMETERS, place, numel * group.dtype.itemsize)
+        stepped = group.shard_numel if row.optimizer is Placement.SHARDED else group.numel
         if group.gradient is None:
             if group.master is not None:
-                add(MASTERS, group.states, group.shard_numel * group.master.itemsize)
+                add(MASTERS, group.states, stepped * group.master.itemsize)
             continue
         sharded = row.gradient is Placement.SHARDED
         place, numel = (config.offload_gradient, group.shard_numel) if sharded else (device, group.numel)
         add(GRADIENTS, place, numel * group.gradient.itemsize)
         if config.delayed_update is not None and group.states.tier is not Tier.DEVICE:  # a second one (GradientBuffer.hand_over)
             add(GRADIENTS, config.offload_gradient, group.shard_numel * group.gradient.itemsize)
-        numel = group.shard_numel if row.optimizer is Placement.SHARDED else group.numel
         if group.master is not None:
-            add(MASTERS, group.states, numel * group.master.itemsize)
-        stepped = numel if row.optimizer is Placement.SHARDED else group.unpadded or numel
+            add(MASTERS, group.states, stepped * group.master.itemsize)
+        stepped = stepped if row.optimizer is Placement.SHARDED else group.unpadded or stepped
         for column in group.columns:
             add(OPTIMIZER, group.states, column.nbytes(stepped, group.stepped))
     sizes = Buffers.of(config, separate, groups)

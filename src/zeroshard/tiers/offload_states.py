@@ -182,7 +182,7 @@ def _memories(runtime: Runtime) -> list[Memory]:
     for group in runtime.groups:
         values, grads = group.values, group.grads
         if values.region is not None:
-            tensor = values.rest.tensor if values.sharded else values.full  # type: ignore[attr-defined]
+            tensor = values.full if values.replicated else values.rest.tensor  # type: ignore[attr-defined]
             found.append(Memory("parameters", PARAMETERS, tensor, values.tier))
         found += _resting("masters", MASTERS, group.masters.rest)
         for column in group.columns.values():

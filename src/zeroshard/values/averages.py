@@ -71,7 +71,7 @@ class Averages:
         for group, average in self._shards:
             write(group, average)
             group.mark_written()  # a backward of an earlier forward raises, as after a step
-        works = [group.values.gather() for group in groups if not group.values.sharded]
+        works = [group.gather() for group in groups if group.values.replicated]
         for work in works:
             work.wait()
         if works:

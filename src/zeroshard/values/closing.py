@@ -91,9 +91,11 @@ def whole_values(group: ParamGroup, runtime: Runtime, masters: bool = True) -> l
         group.comm.gather(flat, source, "gather masters").wait()
         runtime.comm.exchange(b"", "masters gathered")  # ... until here, where it may be freed
     elif masters and group.masters.rest is not None:
+        if group.values.behind:
+            group.gather().wait()
         flat = group.masters.rest.load(0, group.masters.rest.numel)
     elif group.values.sharded:
-        group.values.gather().wait()
+        group.gather().wait()
     return [flat[s.offset : s.stop].view(s.shape).clone() for s in group.layout.slots]
 
 

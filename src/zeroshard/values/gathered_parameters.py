@@ -298,7 +298,7 @@ class _Whole:
         home = self.home
         if isinstance(home, ParamHome):
             write_value(home.group, home.index, value)
-            if not home.group.values.sharded:
+            if home.group.values.replicated:
                 home.group.put_whole(home.index)
         elif (value.shape, value.dtype) == (self.param.shape, self.param.dtype):
             self.param.copy_(value)

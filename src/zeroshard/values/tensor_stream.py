@@ -249,9 +249,12 @@ class _Stream:
     def _range(self, group: ParamGroup, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Gather elements [start, stop) of a group's flat buffer into new memory (collective)."""
         comm, layout, rest = group.comm, group.layout, self.source(group)
-        if rest is group.values.rest and (group.values.mapped or not group.values.sharded):
-            return group.values.full[start:stop].to(dtype, copy=True)
+        values = group.values
+        if rest is values.rest and (values.mapped or (values.replicated and not values.behind)):
+            return values.full[start:stop].to(dtype, copy=True)
         if rest.numel == layout.numel and self.runtime.config.row.optimizer is Placement.REPLICATED:  # unsharded masters
+            if values.behind:
+                group.gather().wait()
             return rest.load(start, stop).to(dtype, copy=True)
         out = torch.empty(stop - start, dtype=dtype, device=comm.device)
         bounds = [layout.shard_range(rank) for rank in range(comm.world_size)]
