@@ -56,6 +56,7 @@ from .seam import Engine
 from .state.parameter_access import whole_states
 from .state.slices import named_parts
 from .state.state_view import state_by_param
+from .tensor.attributes import stays_whole
 from .tensor.sharded_tensor import ShardedTensor
 from .tiers.room import check_room, farther, given_back_by, needs_of, open_tiers
 from .utils.module_names import own_name
@@ -215,7 +216,7 @@ def _shard(
     if axes.divided is not None:
         divided = group.subgroup(axes.divided.groups), [spec for spec in specs if axes.divides(spec.distribution)]
     agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers, divided=divided)
-    made_on_meta = {name for name, param in model.named_parameters() if param.is_meta}
+    made_on_meta = {name for name, param in model.named_parameters() if param.is_meta and not stays_whole(param)}
 
     inventory = Inventory.of(model, config, specs, state_plans(config, optimizer, specs), optimizer)
 
@@ -301,7 +302,7 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
                 f"{name} was made under torch.inference_mode(), and such a tensor can not be moved to other memory: build the model "
                 "outside of it, or under torch.no_grad(). zs.shard() itself may be called anywhere."
             )
-    if next(model.parameters(), None) is None:
+    if all(map(stays_whole, model.parameters())):
         raise ConfigError(f"{type(model).__name__} has no parameters to shard.")
 
 
