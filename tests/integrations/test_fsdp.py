@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.state_dict import (
@@ -100,7 +101,8 @@ def steps(model, optimizer, rank: int, first: int = 0, last: int = 4, accumulate
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((loss.item(), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)))
+        assert type(norm.full_tensor()) is type(norm.to_local()) is torch.Tensor
+        found.append((loss.item(), float(norm.full_tensor())))
     return found
 
 
@@ -274,7 +276,39 @@ def _ignored(door, rank):
     return found, {"model": get_model_state_dict(model, options=FULL)}
 
 
-PROGRAMS = (_roots, _ignored, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered)
+def _beside_replicas(door, rank):
+    """The blocks are sharded, and torch's `replicate` averages the gradients of the others."""
+    model, found = net(), []
+    for block in model.blocks:
+        door.fully_shard(block)
+    ids = {id(param) for param in model.blocks.parameters()}
+    replicate(model)
+    optimizer = torch.optim.AdamW(model.blocks.parameters(), lr=0.02)
+    own = torch.optim.SGD([param for param in model.parameters() if id(param) not in ids], lr=0.1)
+    for step in range(3):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        for each in (optimizer, own):
+            each.step()
+            each.zero_grad()
+        found.append((loss.item(), 0.0))
+    return found, {"model": {name: getattr(p, "full_tensor", p.detach)() for name, p in model.named_parameters()}}
+
+
+PROGRAMS = (
+    _roots,
+    _ignored,
+    _beside_replicas,
+    _frozen,
+    _given,
+    _scaled,
+    _plain,
+    _policies,
+    _accumulated,
+    _meta,
+    _assigned,
+    _gathered,
+)
 
 
 def _both(rank, ranks, programs):
@@ -500,6 +534,16 @@ def test_parameters_stay_the_objects_that_they_were_and_the_class_is_fsdps():
     assert kept[0] is model.embedding.weight
     layers = fsdp.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)))
     assert type(layers[:2]) is nn.Sequential
+
+
+def test_conversions_before_the_first_use_may_exchange_parameters():
+    model = wrapped(fsdp)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(param.to_local().dtype == torch.float64 for param in model.parameters())
 
 
 def test_an_optimizer_from_a_module_around_the_root_is_the_sharded_one():

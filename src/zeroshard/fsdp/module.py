@@ -112,6 +112,7 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         if call_of(self).waits and any(_converted(fn, param).dtype != param.dtype for param in own):
             for module in modules:
                 convert_own(module, fn)
+            call_of(self).wait()  # torch may have put other objects into the modules
             return self
         root = self._ready()
         for module in modules:

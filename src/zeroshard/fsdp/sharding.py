@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from ..errors import ConfigError
 from ..seam import info_of
+from ..utils.torch_compat import say_fully_sharded
 from .calls import STATE, Call
 from .configuration import cast
 from .meshes import data_parallel
@@ -88,6 +89,7 @@ def fully_shard(
     call.keep_whole(ignored_params or ())
     for each in modules:
         become_fsdp(each)
+        say_fully_sharded(each)
         each.__dict__[STATE] = call
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             each.register_forward_pre_hook(_casts_inputs(policy.param_dtype), prepend=True, with_kwargs=True)
