@@ -5,6 +5,7 @@ engine = engine_of(model)
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -73,6 +74,7 @@ from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, Sharde
 from .tensor.state_column import StateColumn
 from .tiers.pool import BufferPool
 from .tiers.rehearsal import Rehearsal, copy_rates, rehearsal
+from .utils.host import process_identity
 from .utils.registry import Registered
 from .utils.work import OVER, Work
 from .values import take_interface
@@ -273,13 +275,16 @@ class Engine:
         self._runtime.shown = mesh, placements
 
     def draw_alike(self) -> None:
-        """Let draws in place on sharded parameters be rank 0's, from now on, if ranks' default generators differ (collective)."""
+        """Let draws in place on sharded parameters be rank 0's, from now on, if ranks' default generators differ, or ranks are threads
+        that draw from one (collective)."""
         device = self.ranks.device
         default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        states = self.world.exchange(bytes(default.get_state().numpy()), "draws of parameters")
-        if any(state != states[0] for state in states):
+        state = bytes(default.get_state().numpy())
+        told = exchange_values(self.world, (zlib.crc32(state), process_identity()), "draws of parameters")
+        if len({seed for seed, _ in told}) > 1 or len({place for _, place in told}) < len(told):
+            given = self.world.exchange(state if self.world.rank == 0 else b"", "draws of parameters: rank 0's")[0]
             self._runtime.generator = torch.Generator(device)
-            self._runtime.generator.set_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
+            self._runtime.generator.set_state(torch.frombuffer(bytearray(given), dtype=torch.uint8))
 
     def recover(self) -> None:
         """Clear what a forward or backward that raised has left on this rank, and drop the gradients."""

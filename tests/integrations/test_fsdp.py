@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -24,6 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
 
 import zeroshard as zs
 from zeroshard import fsdp
@@ -376,6 +382,39 @@ def _seeds(rank, ranks):
 def test_ranks_may_have_other_seeds():
     first, second = run_processes(_seeds, 2)
     assert first == second and first[5, 6] == first[5, 5]
+
+
+def test_ranks_that_are_threads_of_torch_draw_parameters_alike():
+    """They share a generator of their process, from which they draw in any order."""
+    _install_threaded_pg()
+    store, failed = dist.HashStore(), []
+
+    def run(rank):
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=2, store=store)
+            model = wrapped(fsdp, net("meta"))
+            model.to_empty(device="cpu")
+            for module in model.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+            model.scale.fill_(1.0)
+            steps(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0, 1)  # ranks compare what they have written
+        except BaseException as error:
+            failed.append(error)
+            ProcessLocalGroup.exception_handle(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        ProcessLocalGroup.reset()
+        _uninstall_threaded_pg()
+    assert not failed, failed
 
 
 @pytest.mark.processes
