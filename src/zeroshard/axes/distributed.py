@@ -114,12 +114,12 @@ class _Wrapped(torch.autograd.Function):
     """DTensor over a local tensor whose gradient stays a sum of this rank's own batch along the data-parallel dimensions."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, distribution: OverMesh) -> DTensor:  # type: ignore[override]
+    def forward(ctx: Any, local: Tensor, distribution: OverMesh) -> DTensor:
         ctx.distribution = distribution
         return distribution.over(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
         data, given = ctx.distribution.data, enumerate(zip(grad.placements, ctx.distribution.placements, strict=True))
         wanted = [has if dim in data and not has.is_shard() else wants for dim, (has, wants) in given]
         return grad.redistribute(placements=wanted).to_local(), None

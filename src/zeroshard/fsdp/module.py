@@ -36,7 +36,7 @@ def become_fsdp(module: nn.Module) -> None:
 
 
 class Misused(ConfigError, AssertionError):
-    """What FSDP2 asserts does not hold: programs catch an AssertionError."""
+    """A call that FSDP2 answers with an AssertionError."""
 
 
 class _Handle(UnshardHandle):

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ class ShownNorm(Tensor):
     """Norm of a tensor of a model that shows itself as DTensors, and the norm of such norms: programs ask it for `full_tensor()`."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         with torch_compat.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         return result.as_subclass(cls) if func in _OF_NORMS else result
