@@ -492,9 +492,8 @@ def give_threads_their_own_parametrizations() -> None:
 
 def say_fully_sharded(module: nn.Module) -> None:
     """Let torch's other functions on modules, as `replicate`, leave a module's parameters alone, as those of `fully_shard`."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
-
-    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    contract = importlib.import_module("torch.distributed._composable.contract")  # the package has a function of that name
+    module.__dict__.setdefault(contract.REGISTRY_KEY, {})["fully_shard"] = contract.RegistryItem()
 
 
 def replace_state_dict_functions(gather: Callable[..., Any], broadcast: Callable[..., Any]) -> None:
