@@ -128,7 +128,8 @@ def shard(
     """Shard a model and its optimizer over the data-parallel ranks, in place, and return both.
 
     Args:
-        model: any nn.Module with dense parameters. It may be built under `zs.init()` or on the meta device.
+        model: any nn.Module with dense parameters. It may be built under `zs.init()` or on the meta device. A parameter that has the
+            attribute `not_sharded = True` stays whole, and the program's: it sums its gradient over ranks, and steps it, itself.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or a class declared by `zs.whole_matrix`.
             AdamW, Adam and Lion of bitsandbytes and torchao become torch's (or zs.Lion), with `optimizer_states` of their
             width. None for inference, or if the program makes the optimizer of `model.parameters()` afterwards: it becomes the
