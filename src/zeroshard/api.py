@@ -56,6 +56,7 @@ from .seam import Engine
 from .state.parameter_access import whole_states
 from .state.slices import named_parts
 from .state.state_view import state_by_param
+from .tensor.attributes import stays_whole
 from .tensor.sharded_tensor import ShardedTensor
 from .tiers.room import check_room, farther, given_back_by, needs_of, open_tiers
 from .utils.module_names import own_name
@@ -127,7 +128,8 @@ def shard(
     """Shard a model and its optimizer over the data-parallel ranks, in place, and return both.
 
     Args:
-        model: any nn.Module with dense parameters. It may be built under `zs.init()` or on the meta device.
+        model: any nn.Module with dense parameters. It may be built under `zs.init()` or on the meta device. A parameter that has the
+            attribute `not_sharded = True` stays whole, and the program's: it sums its gradient over ranks, and steps it, itself.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or a class declared by `zs.whole_matrix`.
             AdamW, Adam and Lion of bitsandbytes and torchao become torch's (or zs.Lion), with `optimizer_states` of their
             width. None for inference, or if the program makes the optimizer of `model.parameters()` afterwards: it becomes the
@@ -215,7 +217,7 @@ def _shard(
     if axes.divided is not None:
         divided = group.subgroup(axes.divided.groups), [spec for spec in specs if axes.divides(spec.distribution)]
     agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers, divided=divided)
-    made_on_meta = {name for name, param in model.named_parameters() if param.is_meta}
+    made_on_meta = {name for name, param in model.named_parameters() if param.is_meta and not stays_whole(param)}
 
     inventory = Inventory.of(model, config, specs, state_plans(config, optimizer, specs), optimizer)
 
@@ -301,7 +303,7 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
                 f"{name} was made under torch.inference_mode(), and such a tensor can not be moved to other memory: build the model "
                 "outside of it, or under torch.no_grad(). zs.shard() itself may be called anywhere."
             )
-    if next(model.parameters(), None) is None:
+    if all(map(stays_whole, model.parameters())):
         raise ConfigError(f"{type(model).__name__} has no parameters to shard.")
 
 

@@ -5,6 +5,7 @@ engine = engine_of(model)
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -65,12 +66,14 @@ from .state.parameter_info import ParameterInfo, info_of, memory_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
 from .state.state_loading import Restoring, SavedState
 from .state.tied_copy import TiedCopy
+from .tensor.attributes import NOT_SHARDED, stays_whole
 from .tensor.chunks import Box, boxes_of, overlap
 from .tensor.part import Part
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .tensor.state_column import StateColumn
 from .tiers.pool import BufferPool
 from .tiers.rehearsal import Rehearsal, copy_rates, rehearsal
+from .utils.host import process_identity
 from .utils.registry import Registered
 from .utils.work import OVER, Work
 from .values import take_interface
@@ -91,7 +94,7 @@ __all__ = [  # noqa: RUF022  # by subject
     # memory of constant size, and copies between tiers
     "BufferPool", "Links", "Rehearsal", "StagingPool",
     # tensors of which a rank holds a slice, and parts of larger ones
-    "Box", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap",
+    "Box", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap", "NOT_SHARDED", "stays_whole",
     # optimizers
     "ONE_OPTIMIZER", "Options", "State", "inner_copy", "other_optimizers",
     # how a model is laid out, for formulas
@@ -241,13 +244,16 @@ class Engine:
         self._runtime.shown = mesh, placements
 
     def draw_alike(self) -> None:
-        """Let draws in place on sharded parameters be rank 0's, from now on, if ranks' default generators differ (collective)."""
+        """Let draws in place on sharded parameters be rank 0's, from now on, if ranks' default generators differ, or ranks are threads
+        that draw from one (collective)."""
         device = self.ranks.device
         default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        states = self.world.exchange(bytes(default.get_state().numpy()), "draws of parameters")
-        if any(state != states[0] for state in states):
+        state = bytes(default.get_state().numpy())
+        told = exchange_values(self.world, (zlib.crc32(state), process_identity()), "draws of parameters")
+        if len({seed for seed, _ in told}) > 1 or len({place for _, place in told}) < len(told):
+            given = self.world.exchange(state if self.world.rank == 0 else b"", "draws of parameters: rank 0's")[0]
             self._runtime.generator = torch.Generator(device)
-            self._runtime.generator.set_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
+            self._runtime.generator.set_state(torch.frombuffer(bytearray(given), dtype=torch.uint8))
 
     def recover(self) -> None:
         """Clear what a forward or backward that raised has left on this rank, and drop the gradients."""

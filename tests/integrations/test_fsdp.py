@@ -4,12 +4,14 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 from torch.distributed.checkpoint.state_dict import (
@@ -19,9 +21,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
 
 import zeroshard as zs
 from zeroshard import fsdp
@@ -99,7 +107,8 @@ def steps(model, optimizer, rank: int, first: int = 0, last: int = 4, accumulate
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((loss.item(), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)))
+        assert type(norm.full_tensor()) is type(norm.to_local()) is torch.Tensor
+        found.append((loss.item(), float(norm.full_tensor())))
     return found
 
 
@@ -279,7 +288,63 @@ def _written(door, rank):
     return [*found, (loss_of(model, rank, 2).item(), 0.0)], trained | loaded
 
 
-PROGRAMS = (_roots, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written)
+def _ignored(door, rank):
+    """Parameters that the program keeps, in a block and in the root: it sums their gradients over ranks, and steps them."""
+    model = net()
+    kept = [model.blocks[0].up.bias, model.norm.weight]
+    wrapped(door, model, ignored_params=set(kept))
+    assert kept[0] is model.blocks[0].up.bias and all(type(param) is nn.Parameter for param in kept)
+    ids = set(map(id, kept))
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if id(param) not in ids], lr=0.02)
+    own, found = torch.optim.SGD(kept, lr=0.1), []
+    for step in range(3):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        for param in kept:
+            assert type(param.grad) is torch.Tensor
+            dist.all_reduce(param.grad)
+            param.grad /= 2
+        for each in (optimizer, own):
+            each.step()
+            each.zero_grad()
+        found.append((loss.item(), 0.0))
+    return found, {"model": get_model_state_dict(model, options=FULL)}
+
+
+def _beside_replicas(door, rank):
+    """The blocks are sharded, and torch's `replicate` averages the gradients of the others."""
+    model, found = net(), []
+    for block in model.blocks:
+        door.fully_shard(block)
+    ids = {id(param) for param in model.blocks.parameters()}
+    replicate(model)
+    optimizer = torch.optim.AdamW(model.blocks.parameters(), lr=0.02)
+    own = torch.optim.SGD([param for param in model.parameters() if id(param) not in ids], lr=0.1)
+    for step in range(3):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        for each in (optimizer, own):
+            each.step()
+            each.zero_grad()
+        found.append((loss.item(), 0.0))
+    return found, {"model": {name: getattr(p, "full_tensor", p.detach)() for name, p in model.named_parameters()}}
+
+
+PROGRAMS = (
+    _roots,
+    _ignored,
+    _beside_replicas,
+    _frozen,
+    _given,
+    _scaled,
+    _plain,
+    _policies,
+    _accumulated,
+    _meta,
+    _assigned,
+    _gathered,
+    _written,
+)
 
 
 def _both(rank, ranks, programs):
@@ -437,9 +502,98 @@ def test_ranks_may_have_other_seeds():
     assert first == second and first[(5, 6), 3] == first[(5, 5), 3] == first[(5, 6), 1]
 
 
+def test_ranks_that_are_threads_of_torch_draw_parameters_alike():
+    """They share a generator of their process, from which they draw in any order."""
+    _install_threaded_pg()
+    store, failed = dist.HashStore(), []
+
+    def run(rank):
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=2, store=store)
+            model = wrapped(fsdp, net("meta"))
+            model.to_empty(device="cpu")
+            for module in model.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+            model.scale.fill_(1.0)
+            steps(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0, 1)  # ranks compare what they have written
+        except BaseException as error:
+            failed.append(error)
+            ProcessLocalGroup.exception_handle(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        ProcessLocalGroup.reset()
+        _uninstall_threaded_pg()
+    assert not failed, failed
+
+
 @pytest.mark.processes
 def test_a_mesh_of_two_axes_is_hsdp():
     for results in run_processes(_hsdp, 4):
+        check_equal(results["zeroshard"], results["torch"])
+
+
+def _cut_by_tensor_parallelism(rank, ranks, sizes, names, dims):
+    """A model of DTensors. dims: of a mesh of all axes, over which parameters and activations lie then; None: the mesh is given by parts.
+
+    The optimizer is made before the model's first use.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    along_data, whole = [Shard(0)] * (len(sizes) - 1), [Replicate()] * (len(sizes) - 1)  # the last axis is tp
+
+    def program(door):
+        torch.manual_seed(3)
+        model, found = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6, bias=False)), []
+        if dims is None:
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            options = {"mesh": mesh["dp"]}
+        else:
+            options = {"mesh": mesh, "dp_mesh_dims": torch_fsdp.DataParallelMeshDims(**dims)}
+            for layer, dim in ((model[0], 0), (model[2], 1)):
+                layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [*whole, Shard(dim)]))
+        for layer in (model[0], model[2], model):
+            door.fully_shard(layer, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        for step in range(3):
+            rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(7 * step + rank // 2))
+            if dims is None:
+                out = model(rows)
+            else:
+                batch = DTensor.from_local(rows, mesh, [*along_data, Replicate()])
+                out = model(batch).redistribute(placements=[*along_data, Replicate()]).to_local()
+            loss = out.pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((loss.item(), 0.0))
+        return found, {"model": get_model_state_dict(model, options=FULL)}
+
+    return {name: program(door) for name, door in DOORS.items()}
+
+
+MESHES = [
+    ((2, 2), ("dp", "tp"), None),
+    ((2, 2), ("dp", "tp"), {"shard": "dp"}),
+    ((2, 1, 2), ("outer", "inner", "tp"), {"shard": "inner", "replicate": "outer"}),
+    ((1, 2, 2), ("dp", "cp", "tp"), {"shard": ("dp", "cp")}),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(fsdp.DataParallelMeshDims is None, reason="torch has DataParallelMeshDims since 2.13")
+@pytest.mark.parametrize(("sizes", "names", "dims"), MESHES)
+def test_tensor_parallelism_beside_the_door(sizes, names, dims):
+    for results in run_processes(_cut_by_tensor_parallelism, 4, sizes, names, dims, timeout_s=240):
         check_equal(results["zeroshard"], results["torch"])
 
 
@@ -539,6 +693,16 @@ def test_parameters_stay_the_objects_that_they_were_and_the_class_is_fsdps():
     assert type(layers[:2]) is nn.Sequential
 
 
+def test_conversions_before_the_first_use_may_exchange_parameters():
+    model = wrapped(fsdp)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(param.to_local().dtype == torch.float64 for param in model.parameters())
+
+
 def test_an_optimizer_from_a_module_around_the_root_is_the_sharded_one():
     outer = nn.ModuleDict({"net": wrapped(fsdp)})
     optimizer = torch.optim.AdamW(outer.parameters(), lr=0.02)
@@ -571,6 +735,35 @@ def test_a_failed_step_is_cleared_by_reset_iter_state():
     model.reset_iter_state()
     loss_of(model, 0, 0).backward()
     optimizer.step()
+
+
+def test_parameters_that_the_program_keeps_are_saved_and_loaded_and_follow_conversions(tmp_path):
+    def kept_apart(device="cpu"):
+        model = net(device)
+        wrapped(fsdp, model, ignored_params={model.norm.weight, model.blocks[1].down.weight})
+        return model
+
+    model = kept_apart()
+    loss_of(model, 0, 0).backward()
+    names = {name for unit in engine_of(model).slices("value") for name in unit.names}
+    assert {"norm.weight", "blocks.1.down.weight"}.isdisjoint(names) and model.norm.weight.grad is not None
+    with torch.no_grad():
+        model.norm.weight.fill_(3.0)
+    zs.save(tmp_path / "checkpoint", model)
+    zs.save_safetensors(model, tmp_path / "model.safetensors")
+    for path in ("checkpoint", "model.safetensors"):
+        other = kept_apart("meta")
+        other.to_empty(device="cpu")
+        assert type(other.norm.weight) is nn.Parameter and not other.norm.weight.is_meta
+        zs.load(tmp_path / path, other)
+        assert torch.equal(other.norm.weight, model.norm.weight)
+        assert all(
+            torch.equal(a, b) for a, b in zip(*(zs.full_state_dict(each).values() for each in (model, other)), strict=True)
+        )
+    alone = nn.Linear(2, 2)
+    fsdp.fully_shard(alone, ignored_params=set(alone.parameters()))
+    alone(torch.ones(1, 2)).sum().backward()
+    assert alone.half().weight.grad is not None and alone.weight.dtype == torch.float16
 
 
 def _mistake_twice():
@@ -625,24 +818,35 @@ def _mistake_sync_of_a_part():
     loss_of(model, 0, 0)
 
 
+def _named_dims(**dims):
+    mesh = DeviceMesh("cpu", torch.zeros(1, 1, dtype=torch.int), mesh_dim_names=("dp", "cp"), _init_backend=False, _rank=0)
+    fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=torch_fsdp.DataParallelMeshDims(**dims))
+
+
 MISTAKES = {
-    _mistake_twice: "fully_shard has already been applied to this FSDPNet: call it once",
+    _mistake_twice: "fully_shard has already been applied to this FSDPNet. .* the root at last",
     _mistake_container: "containers that do not implement forward: ModuleList. Call it on the items",
     _mistake_late_root: "FSDPBlock, a part of this module, has run a forward as a model of its own: call fully_shard on the whole model",
     _mistake_list_alone: r"fully_shard\(\[FSDPLayerNorm, FSDPLinear\]\): .* Call fully_shard\(model\) before its first use",
     _mistake_two_models: "this AdamW is given parameters of several models, FSDPNet, FSDPNet, .* make an optimizer for each",
     _mistake_conversion: "parameter weight would be converted from torch.float32 on cpu to torch.float16 .* mp_policy",
-    _mistake_no_values: r"these parameters are on the meta device: .*'embedding.weight'.* Call model.to_empty",
+    _mistake_no_values: r"still on meta device: .*'embedding.weight'.* Call model.to_empty",
     _mistake_write: "head.weight: written in place inside a forward, or after unshard",
     _mistake_sync_of_a_part: r"set_requires_gradient_sync\(False\) on FSDPBlock alone: .* Call it on the model's root",
-    lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh="dp"): "mesh: expected a DeviceMesh of 1 or 2 axes, got str",
-    lambda: fsdp.fully_shard(nn.Linear(2, 2), ignored_params=set(nn.Linear(2, 2).parameters())): "ignored_params: .* a module of their own",
+    lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh="dp"): "mesh: fully_shard expects a 1D or 2D DeviceMesh but got str",
     lambda: fsdp.fully_shard("model"): "expected an nn.Module or a list of them, got str",
     lambda: fsdp.fully_shard(nn.Linear(2, 2)).set_all_reduce_hook(print): "does not serve set_all_reduce_hook: use a mesh of two axes",
     lambda: fsdp.fully_shard(nn.Linear(2, 2)).set_custom_all_gather(None): "does not serve set_custom_all_gather: register",
     lambda: fsdp.fully_shard(nn.Linear(2, 2)).set_gradient_divide_factor(0): "expected a number above 0, got 0",
     lambda: fsdp.fully_shard(nn.Linear(2, 2))._get_fsdp_state(): "which has no FSDPState",
 }  # fmt: skip
+
+if fsdp.DataParallelMeshDims is not None:
+    MISTAKES |= {
+        lambda: _named_dims(shard="fsdp"): "dp_mesh_dims: Mesh dim name 'fsdp' not found in mesh.mesh_dim_names .'dp', 'cp'",
+        lambda: _named_dims(replicate="dp"): r"dp_mesh_dims: replicate=\('dp',\) without shard",
+        lambda: _named_dims(shard="dp"): r"the other axes of the mesh cut parameters, and are named of .* got \['cp'\]",
+    }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: getattr(mistake, "__name__", "lambda"))

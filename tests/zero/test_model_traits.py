@@ -294,3 +294,26 @@ def test_padding_in_an_encoder_of_torch(kind, options):
 
         for _ in run_threads(2, run):
             pass
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_parameter_may_stay_the_programs_own(stage):
+    def trained(shard):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        kept = model[0].bias
+        kept.not_sharded = True
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param is not kept], lr=0.1)
+        if shard:
+            zs.shard(model, optimizer, stage=stage)
+            assert type(model[0].bias) is nn.Parameter and model[0].bias is kept
+        own = torch.optim.SGD([kept], lr=0.1)
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            for each in (optimizer, own):
+                each.step()
+                each.zero_grad()
+        return zs.close(model).state_dict() if shard else model.state_dict()
+
+    for one, other in zip(trained(True).values(), trained(False).values(), strict=True):
+        torch.testing.assert_close(one, other)

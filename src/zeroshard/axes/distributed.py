@@ -22,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError
+from ..tensor.attributes import stays_whole
 from ..tensor.part import Distribution, Part, distribution_of
 from ..utils import torch_compat
+from ..utils.axes import role
 from ..utils.module_names import own_name
 from ..utils.torch_compat import is_distributed
 
@@ -81,7 +83,16 @@ class OverMesh(Distribution):
             return 0
         return -(-self.shape[0] // cut[0][0]) * math.prod(self.shape[1:])
 
+    @cached_property
+    def data(self) -> frozenset[int]:
+        """The dimensions of the mesh along which ranks are data-parallel: ZeRO averages gradients along them, not the DTensor."""
+        return frozenset(dim for dim, name in enumerate(self.mesh.mesh_dim_names or ()) if role(name).cuts_parameters == "no")
+
     def wrap(self, local: Tensor) -> DTensor:
+        return _Wrapped.apply(local, self) if self.data else self.over(local)
+
+    def over(self, local: Tensor) -> DTensor:
+        """Return the DTensor over a local tensor, to whose placements autograd brings a gradient."""
         from torch.distributed.tensor import DTensor
 
         # run_check would be a collective
@@ -97,6 +108,21 @@ class OverMesh(Distribution):
         if is_distributed(value):
             return value.redistribute(self.mesh, self.placements).to_local()
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
+
+
+class _Wrapped(torch.autograd.Function):
+    """DTensor over a local tensor whose gradient stays a sum of this rank's own batch along the data-parallel dimensions."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, distribution: OverMesh) -> DTensor:
+        ctx.distribution = distribution
+        return distribution.over(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        data, given = ctx.distribution.data, enumerate(zip(grad.placements, ctx.distribution.placements, strict=True))
+        wanted = [has if dim in data and not has.is_shard() else wants for dim, (has, wants) in given]
+        return grad.redistribute(placements=wanted).to_local(), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,8 +184,8 @@ def in_state_dicts(model: nn.Module) -> list[RemovableHandle]:
 
 
 def find(model: nn.Module) -> dict[str, DTensor]:
-    """Return the model's parameters that are DTensors, by name, each once."""
-    return {name: param for name, param in model.named_parameters() if is_distributed(param)}
+    """Return the model's parameters to shard that are DTensors, by name, each once."""
+    return {name: param for name, param in model.named_parameters() if is_distributed(param) and not stays_whole(param)}
 
 
 class Localised:

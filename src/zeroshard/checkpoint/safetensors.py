@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..axes import whole_name
 from ..errors import ConfigError, OffloadIOError, ZeroshardError
 from ..guard import distinct
-from ..seam import DirectComm, Engine, StateSlice, engine_of, exchange_values
+from ..seam import DirectComm, Engine, StateSlice, engine_of, exchange_values, stays_whole
 from ..state import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..utils.aligned import bytes_of, empty
 from ..utils.dtypes import casts_to
@@ -86,10 +86,14 @@ class Buffer:
 
 
 def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
-    """Return what a state dict has besides parameters: every buffer once, and tensors that hooks compute for it, by name."""
+    """Return what a state dict has besides sharded parameters, and tensors that hooks compute for it, by name.
+
+    That is every buffer once, and parameters that stay whole, which are saved and loaded as buffers are.
+    """
     params, found = {id(param) for _, param in nn.Module.named_parameters(model)}, dict[int, tuple[Tensor, list[str]]]()
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        found.setdefault(id(buffer), (buffer, []))[1].append(own_name(model, name))
+    whole = [each for each in nn.Module.named_parameters(model, remove_duplicate=False) if stays_whole(each[1])]
+    for name, buffer in (*model.named_buffers(remove_duplicate=False), *whole):
+        found.setdefault(id(buffer), (buffer.detach() if buffer.requires_grad else buffer, []))[1].append(own_name(model, name))
     kept: dict[int, list[str]] = {}
     computed = {}
     for name, value in own_state(model).items():  # compared by object, since hooks may rename entries

@@ -134,8 +134,13 @@ def _check_distributed(mesh: DeviceMesh, distributed: dict[str, Any]) -> None:
     model = [name for name in mesh.mesh_dim_names or () if role(name).cuts_parameters != "no"]
     for name, tensor in distributed.items():
         axes = tensor.device_mesh.mesh_dim_names or ()
-        if not axes or not set(axes) <= set(model):
-            wrong = [axis for axis in axes if axis not in model]
+        whole = {
+            axis
+            for axis, cut in zip(axes, tensor.placements, strict=False)
+            if cut.is_replicate() and role(axis).cuts_parameters == "no"
+        }
+        if not axes or not set(axes) - whole <= set(model):
+            wrong = [axis for axis in axes if axis not in model and axis not in whole]
             known = f"the axes {tuple(model)} of the mesh" if model else f"an axis named one of {MODEL_AXES}; the mesh has none"
             raise ConfigError(
                 f"{name} is a DTensor over {f'the axes {wrong}' if wrong else 'a mesh without axis names'}: expected {known}. Name the axes of "

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..config import Config, Units
 from ..errors import ConfigError, ShardedAccessError, did_you_mean
+from ..tensor.attributes import stays_whole
 from ..tensor.part import Cut, Piece, class_and_name, distribution_of
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision, is_narrow
@@ -48,7 +49,7 @@ class UnitPlan:
 
 
 def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
-    """Return every parameter once, in the order of named_parameters, with all its owners.
+    """Return every parameter to shard once, in the order of named_parameters, with all its owners.
 
     Raise ShardedAccessError, by name, for a parameter that can not be sharded: sparse, lazy, or trained and integer or complex.
     """
@@ -57,7 +58,7 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
     policy = Policy(model, config)
     for prefix, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
-            if param is None:
+            if param is None or stays_whole(param):
                 continue
             name = own_name(model, f"{prefix}.{attribute}" if prefix else attribute)
             if param.layout is not torch.strided:

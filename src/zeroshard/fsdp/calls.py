@@ -18,7 +18,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ..api import close, shard
 from ..assembly.late_optimizer import expect, watch
 from ..errors import ConfigError
-from ..seam import FIRST_USE, Engine, engine_of, masters_shown
+from ..seam import FIRST_USE, NOT_SHARDED, Engine, engine_of, masters_shown, stays_whole
 from ..utils.setting import setting
 from ..utils.tensor_tree import map_tensors
 from ..utils.torch_compat import own_parameters
@@ -40,6 +40,7 @@ from .configuration import moved, options_of
 from .state_dicts import serve_loads
 
 STATE = "_zeroshard_fsdp"  # entry of a module's __dict__: the Call that named it
+NOW = "_zeroshard_now"  # entry of the __dict__ of a DTensor that was a parameter: the sharded one in its place
 _waiting: weakref.WeakSet[Call] = weakref.WeakSet()
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # all of the process
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -101,6 +102,7 @@ class Call:
     joined: list[Call]  # of a holder of several models (`Several`): their roots
     reduces = all_reduces = True  # `set_requires_gradient_sync`, `set_requires_all_reduce`
     factor: float | None = None  # `set_gradient_divide_factor`
+    whole_mesh: DeviceMesh | None = None  # with the axes that cut parameters, if the program has said which are data-parallel
 
     def __init__(
         self, modules: tuple[nn.Module, ...], mesh: DeviceMesh | None, reshard_after_forward: bool | int | None,
@@ -131,7 +133,7 @@ class Call:
     @property
     def given_dtype(self) -> torch.dtype | None:
         """The widest dtype of the unit's floating-point parameters."""
-        own = [param.dtype for module in self.managed() for _, param in nn.Module.named_parameters(module, recurse=False)]
+        own = [param.dtype for _, _, param in self.unit_parameters()]
         return max((dtype for dtype in own if dtype.is_floating_point), key=lambda dtype: dtype.itemsize, default=None)
 
     @property
@@ -140,23 +142,41 @@ class Call:
         return self.root is None
 
     def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters of the unit's modules, by name, as they are now."""
+        """Yield all parameters of the unit's modules, by name, as they are now; not those that the program keeps."""
         for module in self.modules:
-            yield from nn.Module.named_parameters(module)
+            yield from (each for each in nn.Module.named_parameters(module) if not stays_whole(each[1]))
+
+    def unit_parameters(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Yield (module, attribute, parameter) of the unit, without units inside of it; not those that the program keeps."""
+        for module in self.managed():
+            for attribute, param in nn.Module.named_parameters(module, recurse=False):
+                if not stays_whole(param):
+                    yield module, attribute, param
+
+    def keep_whole(self, ignored: Collection[nn.Parameter]) -> None:
+        """Leave those of these parameters that would be of the unit to the program (`ignored_params`)."""
+        ids = set(map(id, ignored))
+        for _, _, param in self.unit_parameters():
+            if id(param) in ids and not isinstance(param, WaitingParameter):  # an inner call, by another name, shards it
+                setattr(param, NOT_SHARDED, True)
 
     def check_values(self) -> None:
         """Raise ConfigError, naming parameters, if some came on the meta device and nothing has given them values (at the root).
 
         undefined: for each call with such parameters, the number of writes to its unit when it was sharded, and their names.
         """
-        names = [name for name, param in self.own_parameters() if param.is_meta] if self.waits else []
+        names = {id(param): name for name, param in self.own_parameters() if param.is_meta} if self.waits else {}
+        inside = dict.fromkeys(call_of(module) for each in self.modules for module in each.modules() if STATE in module.__dict__)
+        held = [{id(param) for _, _, param in call.unit_parameters()} for call in inside if names]
+        units = [[name for key, name in names.items() if key in ids] for ids in held]
         for call, (writes, each) in self.undefined.items():
             assert self.engine is not None
-            names += each if self.engine.units(call.managed()).writes == writes else []
-        if names:
+            units += [each] if self.engine.units(call.managed()).writes == writes else []
+        if found := list(filter(None, units)):
             raise ConfigError(
-                f"{type(self.module).__name__}: a forward needs values, and these parameters are on the meta device: {names}. Call "
-                "model.to_empty(device=...) after fully_shard and initialise them, or load them: model.load_state_dict(state, assign=True)."
+                f"{type(self.module).__name__}: FSDP parameters should be materialized from meta device before training, but the following were "
+                f"still on meta device: {', '.join(map(str, found))}. Call model.to_empty(device=...) after fully_shard and initialise them, "
+                "or load them: model.load_state_dict(state, assign=True)."
             )
         self.undefined = {}
 
@@ -305,18 +325,23 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     model = root.module
     names = {id(module): name for name, module in model.named_modules()}
     options = options_of(root, inner, names)
-    on_meta = {name for name, param in root.own_parameters() if param.is_meta}
+    on_meta = [name for name, param in root.own_parameters() if param.is_meta]
+    given = {name: param for name, param in root.own_parameters() if isinstance(param, DTensor)}
     mesh = root.mesh
     if mesh is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # as fully_shard of FSDP2
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if mesh is not None:
-        options |= _ranks_of(mesh, model)
+        params = [param for _, param in root.own_parameters()]
+        options |= _ranks_of(mesh, params) if root.whole_mesh is None else {"mesh": root.whole_mesh}
     elif dist.is_initialized():
         mesh, _ = root.shown()
     if mesh is not None and mesh.device_type != "cpu":
         moved(model, torch.device(mesh.device_type, torch.cuda.current_device()))
     with setting(values_to_come, True), setting(masters_shown, True):
         shard(model, None, **options)
+    for name, param in nn.Module.named_parameters(model) if given else ():  # torch can not turn a DTensor into another tensor
+        if name in given:
+            given[name].__dict__[NOW] = param
     root.engine = engine_of(model)
     if mesh is not None:
         root.engine.show(*root.shown())
@@ -326,7 +351,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
         held = {
             f"{names[id(module)]}.{attribute}".lstrip(".") for module in call.managed() for attribute in own_parameters(module)
         }
-        if mine := sorted(held & on_meta):
+        if mine := [name for name in on_meta if name in held]:
             root.undefined[call] = root.engine.units(call.managed()).writes, mine
     if mesh is not None and mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.cuda.current_device())
@@ -343,23 +368,23 @@ def _moves_inputs(device: torch.device) -> Callable[[nn.Module, Any, Any], Any]:
     return lambda module, args, kwargs: map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
 
 
-def _ranks_of(mesh: DeviceMesh, model: nn.Module) -> dict[str, Any]:
-    """Return the argument of zs.shard that says which ranks shard a model."""
-    distributed = any(isinstance(param, DTensor) for param in model.parameters())
+def _ranks_of(mesh: DeviceMesh, params: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """Return the argument of zs.shard that says which ranks shard a model of these parameters."""
+    distributed = any(isinstance(param, DTensor) for param in params)
     if mesh.ndim == 1 and not distributed and mesh.mesh.tolist() == list(range(dist.get_world_size())):
         return {}  # all ranks: of one host, they share memory
     if not distributed:
         return {"comm": mesh} if mesh.ndim == 1 else {"mesh": mesh}
-    return {"mesh": _with_axes_of(mesh, model)}
+    return {"mesh": _with_axes_of(mesh, params)}
 
 
-def _with_axes_of(mesh: DeviceMesh, model: nn.Module) -> DeviceMesh:
+def _with_axes_of(mesh: DeviceMesh, params: Sequence[nn.Parameter]) -> DeviceMesh:
     """Return the root mesh of `mesh`, sliced to its axes and those along which DTensors of a model are cut.
 
     Along any other axis, such as pp, each rank has a model of its own, with an optimizer of its own.
     """
     root = mesh._get_root_mesh()
-    meshes = [mesh, *(param.device_mesh for param in model.parameters() if isinstance(param, DTensor))]
+    meshes = [mesh, *(param.device_mesh for param in params if isinstance(param, DTensor))]
     used = {name for each in meshes for name in each.mesh_dim_names or (None,)}
     names = tuple(name for name in root.mesh_dim_names or () if name in used)
     return root[names] if len(names) == len(used) and len(names) < root.ndim else root
@@ -422,6 +447,9 @@ def track_optimizers() -> None:
             given = param_group["params"] = list(given)  # it may be a generator
         listed = [given] if isinstance(given, Tensor) else given or ()
         _complete_owners(self, [each[1] if isinstance(each, tuple) else each for each in listed])
+        if isinstance(given, (Tensor, list)):
+            now = [(each[0], _now(each[1])) if isinstance(each, tuple) else _now(each) for each in listed]
+            param_group["params"] = now[0] if isinstance(given, Tensor) else now
         with _lock:
             _optimizers.add(self)
         plain(self, param_group)
@@ -434,7 +462,15 @@ def expect_late_optimizers() -> None:
     with _lock:
         made = list(_optimizers)
     for optimizer in made:
+        for group in optimizer.param_groups:
+            if any(NOW in param.__dict__ for param in group["params"]):
+                group["params"] = [_now(param) for param in group["params"]]
         expect(optimizer)
+
+
+def _now(param: Any) -> Any:
+    """Return the sharded parameter in the place of a DTensor that was one, or what is given."""
+    return getattr(param, "__dict__", {}).get(NOW, param)
 
 
 def call_of(module: nn.Module) -> Call:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config import PRECISIONS, Config, Offload
 from ..errors import ConfigError
+from ..seam import stays_whole
 from ..utils.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
@@ -81,12 +82,11 @@ def _dtypes(calls: Sequence[Call], names: dict[int, str], precision: str) -> dic
     """
     found: dict[str, torch.dtype] = {}
     for call in calls:
-        for module in call.managed():
-            for attribute, param in nn.Module.named_parameters(module, recurse=False):
-                wanted = call.mp_policy.param_dtype or param.dtype
-                own = param.dtype if precision == "fp32" or param.dtype == torch.float64 else PRECISIONS[precision]
-                if param.is_floating_point() and wanted != own:
-                    found[f"{names[id(module)]}.{attribute}".lstrip(".")] = wanted
+        for module, attribute, param in call.unit_parameters():
+            wanted = call.mp_policy.param_dtype or param.dtype
+            own = param.dtype if precision == "fp32" or param.dtype == torch.float64 else PRECISIONS[precision]
+            if param.is_floating_point() and wanted != own:
+                found[f"{names[id(module)]}.{attribute}".lstrip(".")] = wanted
     return dict(sorted(found.items()))  # ranks compare their options
 
 
@@ -108,7 +108,10 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def moved(module: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers of a module to a device, as fully_shard does; those of the meta device stay there."""
+    """Move parameters and buffers of a module to a device, as fully_shard does; those of the meta device stay there.
+
+    Parameters that the program keeps stay where they are.
+    """
     for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.device != device and not tensor.is_meta:
+        if tensor.device != device and not (tensor.is_meta or stays_whole(tensor)):
             tensor.data = tensor.data.to(device)

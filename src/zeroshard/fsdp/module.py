@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import UnshardHandle
 
-from ..errors import ConfigError, ModelChanged, ShardedAccessError
+from ..errors import ConfigError, ModelChanged
 from ..public import register_forward
-from ..seam import Engine
+from ..seam import NOT_SHARDED, Engine, stays_whole
 from ..utils.torch_compat import convert_own, disable_dynamo, own_buffers
 from .calls import STATE, Call, call_of
 
@@ -33,6 +33,10 @@ def become_fsdp(module: nn.Module) -> None:
             f"FSDP{own.__name__}", (FSDPModule, own), {"_plain_class": own, "__module__": own.__module__}
         )
     module.__class__ = _classes[own]
+
+
+class Misused(ConfigError, AssertionError):
+    """A call that FSDP2 answers with an AssertionError."""
 
 
 class _Handle(UnshardHandle):
@@ -64,8 +68,8 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         return made
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise ShardedAccessError(
-            "a module that was given to fully_shard can not be copied: copy it before, or load its state_dict()."
+        raise Misused(
+            f"FSDP does not support deepcopy: {type(self).__name__} was given to fully_shard. Copy it before, or load its state_dict()."
         )
 
     # -- first uses -----------------------------------------------------------------------------------------
@@ -108,10 +112,13 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         if call_of(self).waits and any(_converted(fn, param).dtype != param.dtype for param in own):
             for module in modules:
                 convert_own(module, fn)
+            call_of(self).wait()  # torch may have put other objects into the modules
             return self
         root = self._ready()
         for module in modules:
             for name, param in nn.Module.named_parameters(module, recurse=False):
+                if stays_whole(param):
+                    continue
                 after = _converted(fn, param)
                 if after.dtype != param.dtype or (after.device.type != param.device.type and not after.is_meta):
                     raise ModelChanged(
@@ -122,6 +129,9 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         for module in modules:
             for name, buffer in module.named_buffers(recurse=False):
                 own_buffers(module)[name] = fn(buffer)
+            for name, param in nn.Module.named_parameters(module, recurse=False):
+                if stays_whole(param):
+                    _convert(module, name, param, fn)
         if root.undefined and _gives_memory(fn):
             inside = set(modules)
             root.undefined = {call: each for call, each in root.undefined.items() if not call.managed() & inside}
@@ -279,6 +289,18 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
 
 def _converted(fn: Callable[[torch.Tensor], torch.Tensor], param: nn.Parameter) -> torch.Tensor:
     return fn(torch.empty(0, dtype=param.dtype, device=param.device))
+
+
+def _convert(module: nn.Module, name: str, param: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply a conversion to a parameter that the program keeps; one that leaves the meta device is another object then."""
+    with torch.no_grad():
+        value = fn(param)
+    if value.is_meta == param.is_meta:
+        param.data = value
+        return
+    made = nn.Parameter(value, param.requires_grad)
+    setattr(made, NOT_SHARDED, True)
+    setattr(module, name, made)
 
 
 def _gives_memory(fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,9 +13,11 @@ from torch.distributed.tensor import Shard
 
 from ..errors import ConfigError
 from ..seam import info_of
+from ..utils.torch_compat import say_fully_sharded
 from .calls import STATE, Call
 from .configuration import cast
-from .module import become_fsdp
+from .meshes import data_parallel
+from .module import Misused, become_fsdp
 from .pipelining import serve_pipelines
 
 if TYPE_CHECKING:
@@ -42,38 +44,36 @@ def fully_shard(
         mp_policy: param_dtype: the dtype in which the unit computes, with fp32 masters; reduce_dtype: in which gradients are sent;
             output_dtype, cast_forward_inputs: whether outputs and inputs of each module are cast.
         offload_policy: CPUOffloadPolicy: parameters and optimizer states rest on the host, which steps.
-        ignored_params, dp_mesh_dims: not served.
+        ignored_params: parameters that stay whole and the program's own: zeroshard neither moves nor cuts them, nor sums their
+            gradients over ranks.
+        dp_mesh_dims: names of the data-parallel axes of `mesh`, which then has all axes: over those of `shard` states are sharded, along
+            those of `replicate` they are replicated. Parameters may be DTensors over the mesh, whole along these axes.
 
     Raises:
         ConfigError: the module was given before, has no forward, an argument is not served, or a part of it has run a forward.
     """
     given = module if isinstance(module, list) else [module]
     policy = mp_policy or MixedPrecisionPolicy()
-    modules = _checked(given)
-    if ignored_params:
-        raise ConfigError(
-            "fully_shard: ignored_params: parameters that are not sharded stay outside of the module here: keep them in a module of "
-            "their own, beside the one that is sharded."
-        )
+    modules = _checked(given, ignored := set(map(id, ignored_params or ())))
+    whole_mesh = None
     if dp_mesh_dims is not None:
-        raise ConfigError(
-            "fully_shard: dp_mesh_dims: give the data-parallel axes as mesh=mesh['dp'], and DTensors over the others."
-        )
+        params = [param for each in modules for param in each.parameters() if id(param) not in ignored]
+        whole_mesh, mesh = data_parallel(mesh, dp_mesh_dims, params)
     if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim > 2):
-        got = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise ConfigError(f"fully_shard: mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Slice it: mesh['dp'].")
+        got = mesh if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise ConfigError(f"mesh: fully_shard expects a 1D or 2D DeviceMesh but got {got}. Slice it: mesh['dp'].")
     kept = reshard_after_forward
     if kept is not None and not isinstance(kept, bool) and not (isinstance(kept, int) and kept > 0):
         raise ConfigError(f"fully_shard: reshard_after_forward: expected None, a bool or a number of ranks, got {kept!r}.")
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
         raise ConfigError(f"fully_shard: offload_policy: expected an OffloadPolicy, got {type(offload_policy).__name__}.")
-    for param in (param for each in modules for param in each.parameters()):
+    for param in (param for each in modules for param in each.parameters() if id(param) not in ignored):
         placement = None if shard_placement_fn is None else shard_placement_fn(param)
         if placement is not None and not isinstance(placement, Shard):
             raise ConfigError(f"fully_shard: shard_placement_fn: expected None or Shard, got {placement}: one mesh for a model.")
         if placement is not None and not -param.ndim <= placement.dim < max(param.ndim, 1):
-            raise ConfigError(
-                f"fully_shard: shard_placement_fn: {placement} of a parameter of shape {tuple(param.shape)}, which has no such axis."
+            raise Misused(
+                f"fully_shard: shard_placement_fn: Shard dim {placement.dim} is invalid for {param.ndim}D tensor of shape {tuple(param.shape)}."
             )
     for inside in dict.fromkeys(inner for outer in modules for inner in outer.modules()):
         earlier = inside.__dict__.get(STATE)
@@ -86,8 +86,11 @@ def fully_shard(
         )
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     call = Call(modules, mesh, reshard_after_forward, policy, offload)
+    call.whole_mesh = whole_mesh
+    call.keep_whole(ignored_params or ())
     for each in modules:
         become_fsdp(each)
+        say_fully_sharded(each)
         each.__dict__[STATE] = call
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             each.register_forward_pre_hook(_casts_inputs(policy.param_dtype), prepend=True, with_kwargs=True)
@@ -98,8 +101,11 @@ def fully_shard(
     return module
 
 
-def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
-    """Return the modules of a call; of a list, those that are not inside of another one. Raise ConfigError for what can be no unit."""
+def _checked(given: Sequence[Any], ignored: Collection[int]) -> tuple[nn.Module, ...]:
+    """Return the modules of a call; of a list, those that are not inside of another one. Raise ConfigError for what can be no unit.
+
+    ignored: ids of parameters that the program keeps.
+    """
     for module in given:
         name = type(module).__name__
         if not isinstance(module, nn.Module):
@@ -109,11 +115,12 @@ def _checked(given: Sequence[Any]) -> tuple[nn.Module, ...]:
                 f"fully_shard does not support containers that do not implement forward: {name}. Call it on the items."
             )
         if STATE in module.__dict__:
-            raise ConfigError(
-                f"fully_shard has already been applied to this {name}: call it once on each module, the root at last."
+            raise Misused(
+                f"fully_shard has already been applied to this {name}. Each distinct composable distributed API can only be applied to a "
+                "module once. Call it on inner modules first, on the root at last."
             )
         for attribute, param in nn.Module.named_parameters(module):
-            if hasattr(param, "fsdp_pre_all_gather"):
+            if hasattr(param, "fsdp_pre_all_gather") and id(param) not in ignored:
                 raise ConfigError(
                     f"fully_shard: parameter {attribute} of {name} is a {type(param.data).__name__} with fsdp_pre_all_gather, FSDP2's hook on what "
                     "is sent. zeroshard gathers plain tensors: use those, and zeroshard.fsdp.configure(zero_quantized_weights=True) to send fewer bytes."

@@ -17,6 +17,7 @@ from ..engine import watch
 from ..engine.comm.base import DirectComm
 from ..engine.unit import ParamGroup
 from ..errors import ModelChanged, ModelMismatch
+from ..tensor.attributes import stays_whole
 from ..utils import torch_compat
 
 
@@ -66,7 +67,8 @@ class ModelWatch(watch.ModelWatch):
         names = {id(param): name for param, name in self._params}
         present = {id(p): name for name, p in nn.Module.named_parameters(self.model)}  # torch's own: a program may hide some
         gone = [name for key, name in names.items() if key not in present]
-        new = [name for key, name in present.items() if key not in names]
+        own = {name for name, param in nn.Module.named_parameters(self.model) if stays_whole(param)}
+        new = [name for key, name in present.items() if key not in names and name not in own]
         if gone or new:
             raise ModelChanged(
                 f"parameter {(gone + new)[0]} was replaced, added or removed after zs.shard(). "

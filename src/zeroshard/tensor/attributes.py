@@ -16,6 +16,8 @@ from ..utils import torch_compat
 _OWN = frozenset("_held _home _history _compute _of_parameter _of_gradient _is_param".split())  # attributes of this library
 _OWN |= set(torch_compat.FAKE_DEVICE)  # attributes in which a fake tensor keeps its device
 
+NOT_SHARDED = "not_sharded"  # attribute of a parameter that zs.shard leaves whole, to the program
+
 whole_now: dict[
     int, Any
 ] = {}  # id of a parameter that `zs.gathered` has made whole -> its _Whole (values/gathered_parameters.py)
@@ -24,6 +26,11 @@ whole_now: dict[
 def attributes_of(tensor: Tensor) -> dict[str, object]:
     """Return the attributes that programs have set on a tensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
+
+
+def stays_whole(param: Tensor) -> bool:
+    """Return whether a parameter stays the program's own: zs.shard neither moves nor cuts it, nor sums its gradients."""
+    return getattr(param, NOT_SHARDED, False) is True
 
 
 class CarriesAttributes:

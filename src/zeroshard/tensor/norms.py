@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,26 @@ from ..errors import ZeroshardError
 from ..utils import torch_compat
 from ..utils.torch_compat import OpOverload
 from .home import Sliced
+
+
+class ShownNorm(Tensor):
+    """Norm of a tensor of a model that shows itself as DTensors, and the norm of such norms: programs ask it for `full_tensor()`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        with torch_compat.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if func in _OF_NORMS else result
+
+    def full_tensor(self) -> Tensor:
+        """Return it as an ordinary tensor."""
+        return self.as_subclass(Tensor)
+
+    to_local = full_tensor
+
+
+# what torch's clip_grad_norm_ computes of norms, up to the total norm that it returns
+_OF_NORMS = (torch.stack, torch.linalg.vector_norm, Tensor.to)
 
 
 def take_norms(func: OpOverload, args: tuple, kwargs: dict) -> object:
@@ -46,6 +66,8 @@ def take_norms(func: OpOverload, args: tuple, kwargs: dict) -> object:
         dtypes = {own: torch.linalg.vector_norm(torch.empty(0, dtype=own), dtype=dtype).dtype for own in kinds}
         for (index, tensor), norm in zip(group.items(), _combined(list(group.values()), order), strict=True):
             found[index] = norm.to(tensor.device, dtypes[tensor.dtype])
+            if tensor._home.shown is not None:
+                found[index] = found[index].as_subclass(ShownNorm)
     if several:
         return found
     return found[0].view((1,) * tensors[0].dim()) if given.get("keepdim") else found[0]

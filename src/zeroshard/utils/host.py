@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import uuid
 from pathlib import Path
+
+_TOKEN = uuid.uuid4().hex  # a forked process has its parent's
 
 
 def ranks_here(otherwise: int) -> int:
@@ -23,6 +26,11 @@ def cache_nbytes(level: int) -> int | None:
         if found == str(level) and kind != "Instruction" and size.endswith("K") and size[:-1].isdigit():
             return int(size[:-1]) << 10
     return None
+
+
+def process_identity() -> str:
+    """Return what tells this process from all others: ranks that are threads have the same one."""
+    return f"{os.getpid()} {_TOKEN}"
 
 
 def host_identity() -> tuple[str, str]:

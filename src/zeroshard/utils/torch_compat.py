@@ -490,6 +490,12 @@ def give_threads_their_own_parametrizations() -> None:
     cached.__wrapped__.__code__ = _cached.__code__  # replace the code, since others have imported the function
 
 
+def say_fully_sharded(module: nn.Module) -> None:
+    """Let torch's other functions on modules, as `replicate`, leave a module's parameters alone, as those of `fully_shard`."""
+    contract = importlib.import_module("torch.distributed._composable.contract")  # the package has a function of that name
+    module.__dict__.setdefault(contract.REGISTRY_KEY, {})["fully_shard"] = contract.RegistryItem()
+
+
 def replace_state_dict_functions(gather: Callable[..., Any], broadcast: Callable[..., Any]) -> None:
     """Let torch.distributed.checkpoint.state_dict call `gather` and `broadcast` where it gathers and broadcasts a state dictionary.
 

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
-import uuid
 import weakref
 import zlib
 from collections.abc import Callable, Container, Iterator
@@ -41,6 +39,7 @@ from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, checksum, s
 from ..utils import torch_compat
 from ..utils.dtypes import casts_to
 from ..utils.garbage import collect_garbage
+from ..utils.host import process_identity
 from ..utils.module_names import own_name
 from ..utils.torch_compat import exchange, is_distributed, own_buffers, own_parameters, swap, tree_map_only
 from ..utils.transformers_compat import initialiser
@@ -48,7 +47,6 @@ from ..utils.transformers_compat import initialiser
 _WHOLE_NBYTES = 64 << 20  # bytes of other modules' parameters that are whole when a parameter is registered: more are cut
 _ALL = 0  # no module has this id
 _LATER = ("full_tensor", "to_local", "__deepcopy__")  # methods that a whole parameter has beside those of its class
-_PROCESS = uuid.uuid4().hex  # tells, with the process's number, ranks that are threads from processes
 _numbers = itertools.count()  # number of births so far: in the same order on every rank, also if ranks are threads
 
 
@@ -307,8 +305,8 @@ def _generators_of_rank_0(comm: Comm) -> Iterator[None]:
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     mine = [generator.get_state() for generator in generators]
     said = b"".join(bytes(state.numpy()) for state in mine)
-    everyone = exchange_values(comm, (zlib.crc32(said), os.getpid(), _PROCESS), "zs.init: seeds")
-    if len({told[0] for told in everyone}) == 1 or len({told[1:] for told in map(tuple, everyone)}) < len(everyone):
+    everyone = exchange_values(comm, (zlib.crc32(said), process_identity()), "zs.init: seeds")
+    if len({told[0] for told in everyone}) == 1 or len({told[1] for told in everyone}) < len(everyone):
         yield  # all are equal already; or ranks are threads, which share their process's generator
         return
     given = comm.exchange(said if comm.rank == 0 else b"", "zs.init: the generators of rank 0")[0]
