@@ -107,8 +107,10 @@ def steps(model, optimizer, rank: int, first: int = 0, last: int = 4, accumulate
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
         optimizer.step()
         optimizer.zero_grad()
-        assert type(norm.full_tensor()) is type(norm.to_local()) is torch.Tensor
-        found.append((loss.item(), float(norm.full_tensor())))
+        if type(norm) is not torch.Tensor:  # at stage 0 gradients are ordinary tensors, and so is their norm
+            assert type(norm.full_tensor()) is type(norm.to_local()) is torch.Tensor
+            norm = norm.full_tensor()
+        found.append((loss.item(), float(norm)))
     return found
 
 
