@@ -161,14 +161,16 @@ class ShardedOptimizer:
         """
         super().add_param_group(param_group)  # type: ignore[misc]
         core = self.core
+        plain = inner_copy(core.inner)  # of the user's class: a trial of it must not write into the states
+        plain.param_groups = core.outer.param_groups
         try:
             if core.runtime.closed:
                 raise ModelClosed("add_param_group() after zs.close(model): make a new optimizer of its parameters.")
-            suit(core.outer, core.runtime, core.runtime.config)
+            suit(plain, core.runtime, core.runtime.config, core)
         except BaseException:
             self.param_groups.pop()  # type: ignore[attr-defined]
             raise
-        core.take_group(whole_parameters(core.outer))
+        core.take_group(whole_parameters(plain))
         core.agree = functools.partial(agree, core)
 
 
@@ -180,12 +182,13 @@ def _apart(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) else value
 
 
-def suit(optimizer: torch.optim.Optimizer, runtime: Runtime, config: Config) -> None:
+def suit(optimizer: torch.optim.Optimizer, runtime: Runtime, config: Config, core: OptimizerCore | None = None) -> None:
     """Let the forms in which a model's states rest suit an optimizer, beside the optimizers that the model has.
 
-    Raise ConfigError, with nothing changed, if they cannot, or if it cannot step these parameters beside the others.
+    core: its own, if it is one of these. Raise ConfigError, with nothing changed, if they cannot, or if it cannot step these
+    parameters beside the others.
     """
-    name, others = type(optimizer).__name__, [each for each in runtime.sharded_optimizers if each is not optimizer]
+    name, others = type(optimizer).__name__, [each for each in runtime.sharded_optimizers if each.core is not core]
     stepped = {key: type(each).__name__ for each in others for key in each.core.group_of}
     for home in homes_of(optimizer.param_groups):
         group = home.group

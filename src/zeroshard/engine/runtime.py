@@ -183,8 +183,8 @@ class Runtime:
         """Return the text of the error of a verb that needs an optimizer, where the model has none."""
         made = ", ".join(sorted(type(each).__name__ for each in self.awaiting)) or "none"
         return (
-            f"this model has no optimizer: expected one of its parameters, got {made}. Give zs.shard one, or make one after it, with a "
-            "parameter group for each set of options, and delete others of these parameters."
+            f"this model has no optimizer: expected one of its parameters, got {made}. Give zs.shard one, or make one after it, and delete "
+            "others of the same parameters."
         )
 
     def check_model(self) -> None:

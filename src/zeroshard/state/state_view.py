@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..engine.inner_optimizer import State, hashable, inner_copy
+from ..engine.inner_optimizer import State, fresh, hashable, inner_copy
 from ..engine.runs import Run
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError, ModelClosed
@@ -231,7 +231,7 @@ def _load_outside(core: OptimizerCore, states: Mapping[int, Mapping[str, object]
     plain = inner_copy(core.inner)
     plain.param_groups = [{**group, "params": own} for group, own in zip(plain.param_groups, core.outside, strict=True)]
     told, params = plain.state_dict(), [param for own in core.outside for param in own]
-    plain.load_state_dict({**told, "state": {number: dict(states.get(id(p)) or {}) for number, p in enumerate(params)}})
+    plain.load_state_dict({**told, "state": {number: fresh(dict(states.get(id(p)) or {})) for number, p in enumerate(params)}})
     for param in params:
         core.inner.state.pop(param, None)
     core.inner.state.update({param: entries for param, entries in plain.state.items() if entries})
