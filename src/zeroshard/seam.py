@@ -5,7 +5,7 @@ engine = engine_of(model)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -329,7 +329,9 @@ class Engine:
         """Return what to say where the model's optimizer is needed, and there is none."""
         return self._runtime.expected_optimizer()
 
-    def given_optimizer(self, given: Any, verb: str) -> Optimizers | None:
+    def given_optimizer(
+        self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, verb: str
+    ) -> Optimizers | None:
         """Return the model's optimizer, or all of several as one, as a caller gave them to `verb`: one, a list of all, or None.
 
         Raise ConfigError if what was given are not the model's.
@@ -338,14 +340,10 @@ class Engine:
             return None
         optimizers, listed = self.optimizers, list(given) if isinstance(given, (list, tuple)) else [given]
         if set(map(id, listed)) != set(map(id, optimizers)):
-            names = ", ".join(type(each).__name__ for each in optimizers)
-            why = (
-                f" This model is stepped by several: give a list of all ({names})."
-                if len(optimizers) > 1
-                else ""
-                if optimizers
-                else f" {self._runtime.expected_optimizer()}"
-            )
+            why = "" if optimizers else f" {self._runtime.expected_optimizer()}"
+            if len(optimizers) > 1:
+                names = ", ".join(type(each).__name__ for each in optimizers)
+                why = f" This model is stepped by several: give a list of all ({names})."
             raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.{why}")
         if any(any(optimizer.core.outside) for optimizer in self._runtime.optimizers):
             raise ConfigError(

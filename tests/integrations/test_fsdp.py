@@ -553,6 +553,22 @@ def test_a_part_that_was_listed_first_becomes_a_part_of_the_model():
     assert model.blocks[0].up.weight.grad is not None
 
 
+def test_optimizers_of_parts_that_a_later_one_joins():
+    """The first knows only one of two roots; the second has parameters of both, which become one model."""
+    one, other = wrapped(fsdp), wrapped(fsdp)
+    first = torch.optim.SGD(one.blocks.parameters(), lr=0.1)
+    rest = [param for name, param in one.named_parameters() if not name.startswith("blocks.")]
+    second = torch.optim.SGD([*rest, *other.parameters()], lr=0.1)
+    before = one.blocks[0].up.weight.full_tensor(), other.head.weight.full_tensor()
+    (loss_of(one, 0, 0) + loss_of(other, 0, 0)).backward()
+    for optimizer in (second, first):  # neither drops the other's gradients
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first.last_step.grad_norm > 0
+    for param, value in zip((one.blocks[0].up.weight, other.head.weight), before, strict=True):
+        assert param.grad is None and not torch.equal(param.full_tensor(), value)
+
+
 def test_a_failed_step_is_cleared_by_reset_iter_state():
     model = wrapped(fsdp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

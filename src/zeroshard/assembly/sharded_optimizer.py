@@ -241,8 +241,11 @@ def agree(core: OptimizerCore) -> None:
         found: dict[Place, int] = defaultdict(int)
         for group in runtime.groups if not any(run.states.load() for run in core.all_runs) else ():  # else they were loaded
             numel = group.layout.numel if group.masters.whole else group.layout.shard_numel
-            if len(core.indices.get(group, ())) < len(group.params):
-                numel = sum(run.numel for run in core.all_runs if run.group is group)
+            own = sum(run.numel for run in core.all_runs if run.group is group)
+            if own == 0 or (
+                group.offload.tier is Tier.DEVICE and not group.plan.coded and len(core.indices[group]) < len(group.params)
+            ):
+                numel = own  # else columns of the whole shard are made
             place = OPTIMIZER, group.offload.tier, group.offload.path if group.offload.tier is Tier.DISK else None
             found[place] += sum(column.nbytes(numel, group.masters.stepped.dtype) for column in group.plan.columns)
         return found

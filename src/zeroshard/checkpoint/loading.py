@@ -134,13 +134,13 @@ def _put(
 
 
 def _agree(
-    engine: Engine, path: str | os.PathLike, optimizer: Any, name: str | None, verify: object,
+    engine: Engine, path: str | os.PathLike, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, name: str | None, verify: object,
     strict: bool, extra: object,
 ) -> Stages:  # fmt: skip
     """Check the arguments, and that all ranks pass the same (collective). Return the pipeline's stages."""
-    mine, problem = dict[str, object](), None
+    mine, chosen, problem = dict[str, object](), None, None
     try:
-        optimizer = engine.given_optimizer(optimizer, "zs.load")
+        chosen = engine.given_optimizer(optimizer, "zs.load")
         engine.begin("zs.load")
         engine.check_model()
         check_named(extra, "zs.load")
@@ -150,7 +150,7 @@ def _agree(
         mine = {"path": directory.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
     except Exception as error:
         problem = telling(error, "zs.load", engine.world.rank)
-    return agree(engine, optimizer, "zs.load", mine, problem)[0]
+    return agree(engine, chosen, "zs.load", mine, problem)[0]
 
 
 def await_save(engine: Engine) -> None:

@@ -106,7 +106,8 @@ class OptimizerCore:
         self.check = check
         if self.host is not None:
             runtime.gate.steppers.append(self.host)
-        runtime.gate.delayed = runtime.gate.delayed or self.delayed
+        if self.delayed is not None:
+            runtime.gate.delayed = self.delayed
         self.runs: list[list[Run]] = []
         self.parted = False  # True after a write to one parameter's state has split its run (state_view.py)
         self.members: list[list[Tensor]] = []
@@ -168,7 +169,7 @@ class OptimizerCore:
 
     @property
     def stepped_groups(self) -> list[ParamGroup]:
-        """Those of them with a gradient of a parameter that this optimizer steps."""
+        """The groups of `reduced_groups` with a gradient of a parameter that this optimizer steps."""
         return [g for g in self.reduced_groups if any(g.active[index] for index in self.indices.get(g, ()))]
 
     @property

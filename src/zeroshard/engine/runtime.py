@@ -96,7 +96,7 @@ class Runtime:
         self.awaiting: weakref.WeakSet[Any] = (
             weakref.WeakSet()
         )  # made since zs.shard and not used yet (assembly/late_optimizer.py)
-        self._looked_at: set[int] = set()  # ids of those that `optimizers` has looked at
+        self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # of these what `optimizers` has left as it is
         self.model_watch = ModelWatch()  # zs.shard sets one that notices
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
@@ -140,30 +140,36 @@ class Runtime:
     @property
     def optimizers(self) -> list[Any]:
         """The model's sharded optimizers, in the order of their first parameters. Those made since zs.shard are taken over now."""
-        waiting = set(map(id, self.awaiting)) if self.awaiting else set()
-        if waiting and not (self.sharded_optimizers and waiting == self._looked_at):
-            self._looked_at = waiting
+        if self.awaiting and not (self.sharded_optimizers and set(self.awaiting) == set(self._left)):
             if self._free() and len(self.awaiting) + len(self.sharded_optimizers) > 1:
                 collect_garbage()  # some may be garbage in circles, which ranks collect at different times
             free = self._free()
             held = Counter(key for each in free for key in members_of(each))
             for optimizer in free:
-                if all(
-                    held[key] == 1 for key in members_of(optimizer)
-                ):  # of several for a parameter, the first that steps is taken
+                if all(held[key] == 1 for key in members_of(optimizer)):  # else: the first that steps is taken
                     optimizer.take_over()
+            self._left.clear()
+            self._left.update(self.awaiting)
         return self.sharded_optimizers
+
+    @property
+    def known_optimizers(self) -> list[Any]:
+        """The model's sharded optimizers, without those of several that wait: each of these may be a hook's own."""
+        if len(self._free()) > 1:
+            collect_garbage()
+        return self.optimizers if len(self._free()) < 2 else self.sharded_optimizers
 
     def _free(self) -> list[Any]:
         """Return the optimizers made since zs.shard that have no parameter of one that is taken over."""
         taken = {key for each in self.sharded_optimizers for key in each.core.group_of}
         return [each for each in self.awaiting if not each.wraps_another and taken.isdisjoint(members_of(each))]
 
-    def add_optimizer(self, optimizer: Any) -> None:
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Add a sharded optimizer of some of the parameters."""
-        self.sharded_optimizers = sorted([*self.sharded_optimizers, optimizer], key=lambda each: each.core.place)
+        self.sharded_optimizers.append(optimizer)
+        self.sharded_optimizers.sort(key=lambda each: each.core.place)
 
-    def of_others(self, optimizer: Any) -> set[int]:
+    def of_others(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return the ids of the parameters that other optimizers of the model hold."""
         others = [each for each in (*self.sharded_optimizers, *self.awaiting) if each is not optimizer]
         return members_of(*others) - members_of(optimizer) if others else set()

@@ -171,7 +171,7 @@ def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]],
     if changes:
         raise ConfigError(
             f"optimizer.param_groups: expected the same parameters as at zs.shard(), but {'; '.join(changes)}. zs.shard() fixes which "
-            "parameters each group steps: change groups before it (optimizer.add_param_group). To leave a parameter unchanged, give it "
+            "parameters each group steps: add others as a group (optimizer.add_param_group). To leave a parameter unchanged, give it "
             "a group with lr=0 and weight_decay=0, drop its gradient (p.grad = None), or set requires_grad=False before "
             "zs.shard()."
         )
