@@ -130,8 +130,8 @@ def shard(
         model: any nn.Module with dense parameters. It may be built under `zs.init()` or on the meta device.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or a class declared by `zs.whole_matrix`.
             AdamW, Adam and Lion of bitsandbytes and torchao become torch's (or zs.Lion), with `optimizer_states` of their
-            width. None for inference, or if the program makes the optimizer of `model.parameters()` afterwards: it becomes the
-            sharded one at its first step, or when it is loaded, saved or otherwise asked for.
+            width. None for inference, or if the program makes the optimizer of `model.parameters()`, or several, afterwards: they
+            become sharded ones at the first step, or when they are loaded, saved or otherwise asked for.
         config: a Config, or the path of a file that `zeroshard plan --auto` wrote. Options given by name override it; they are
             the fields of Config (stage, precision, units, max_grad_norm, ...) and `preset`.
         comm: the ranks over which to shard. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed)

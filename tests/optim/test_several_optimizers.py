@@ -168,6 +168,21 @@ def test_tiers(options, tmp_path):
             check(make, loop, offload_path=str(tmp_path), **options)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_given_to_zs_shard_and_one_made_after_it(stage):
+    expected = plain(interleaved, in_turn)
+
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        given, _ = interleaved(model)
+        zs.shard(model, given, stage=stage)
+        in_turn(model, [given, interleaved(model)[1]], lambda number: [DATA[number][0][rank]])
+        return zs.full_state_dict(model)
+
+    for got in run_threads(WORLD, rank_run):
+        assert not differences(got, expected[0])
+
+
 # -- beside one optimizer with two groups ----------------------------------------------------------------------------
 
 
@@ -326,11 +341,11 @@ def test_each_has_its_scheduler_and_its_skipped_steps():
     assert run_threads(WORLD, rank_run) == [[0.01 / 8, 0.1 / 4]] * WORLD
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_zero_grad_drops_those_of_its_own_parameters(stage):
+@pytest.mark.parametrize("options", [*({"stage": stage} for stage in STAGES), {"stage": 2, "offload_gradient": "cpu"}], ids=str)
+def test_zero_grad_drops_those_of_its_own_parameters(options):
     def rank_run(rank):
         model = copy.deepcopy(MODEL)
-        zs.shard(model, stage=stage)
+        zs.shard(model, **options)
         first, second = interleaved(model)
         backward(model, [DATA[0][0][rank]])
         before = {name: grad.clone() for name, grad in zs.full_gradients(model).items()}
@@ -342,7 +357,8 @@ def test_zero_grad_drops_those_of_its_own_parameters(stage):
         assert first.last_step.skipped and not first.state_dict()["state"]
         second.zero_grad(set_to_none=False)
         assert all(
-            not param.grad.full_tensor().any() if stage else not param.grad.any() for param in second.param_groups[0]["params"]
+            not param.grad.full_tensor().any() if options["stage"] else not param.grad.any()
+            for param in second.param_groups[0]["params"]
         )
         second.zero_grad()
         assert all(param.grad is None for param in model.parameters())
@@ -352,6 +368,13 @@ def test_zero_grad_drops_those_of_its_own_parameters(stage):
         backward(model, [DATA[0][0][rank]])
         for name, grad in zs.full_gradients(model).items():
             torch.testing.assert_close(grad, before[name] * (1 if grad.dim() == 2 else 2))
+        for to_none in (True, False):  # sums are held back over reduced gradients
+            with zs.accumulate(model):
+                backward(model, [DATA[0][0][rank]])
+                first.zero_grad(to_none)
+            backward(model, [DATA[0][0][rank]])
+        for name, grad in zs.full_gradients(model).items():
+            torch.testing.assert_close(grad, before[name] * (1 if grad.dim() == 2 else 6))
 
     run_threads(WORLD, rank_run)
 
