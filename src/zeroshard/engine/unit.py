@@ -233,7 +233,7 @@ class ParamGroup:
         """Change the reduced gradients of some parameters in place."""
         for index in indices:
             home, slot, grads = self.homes[index], self.layout.slots[index], self.gradients
-            if grads.replicated:
+            if grads.replicated and grads.carry is None:  # else its place has local sums
                 change(grads.full[slot.offset : slot.stop])
             else:
                 grads.store(home.begin, change(grads.load(home.begin, home.end)))
