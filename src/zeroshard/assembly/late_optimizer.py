@@ -100,7 +100,7 @@ class LateOptimizer(_Optimizer):
         tally = self.__dict__.get("tally") or Tally(runtime.config.hold_schedulers)  # a copy of an optimizer has none
         self.give_back()
         try:
-            suit(self, runtime, taken.begin(runtime.model, runtime.config))
+            suit(self, name, runtime, taken.begin(runtime.model, runtime.config))
             core: OptimizerCore = shard_optimizer(self, runtime).core  # type: ignore[attr-defined]
         except BaseException:
             for group, plan in zip(runtime.groups, planned, strict=True):

@@ -166,7 +166,7 @@ class ShardedOptimizer:
         try:
             if core.runtime.closed:
                 raise ModelClosed("add_param_group() after zs.close(model): make a new optimizer of its parameters.")
-            suit(plain, core.runtime, core.runtime.config, core)
+            suit(plain, type(plain).__name__, core.runtime, core.runtime.config, core)
         except BaseException:
             self.param_groups.pop()  # type: ignore[attr-defined]
             raise
@@ -182,13 +182,15 @@ def _apart(value: object) -> object:
     return value.clone() if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) else value
 
 
-def suit(optimizer: torch.optim.Optimizer, runtime: Runtime, config: Config, core: OptimizerCore | None = None) -> None:
+def suit(
+    optimizer: torch.optim.Optimizer, name: str, runtime: Runtime, config: Config, core: OptimizerCore | None = None
+) -> None:
     """Let the forms in which a model's states rest suit an optimizer, beside the optimizers that the model has.
 
-    core: its own, if it is one of these. Raise ConfigError, with nothing changed, if they cannot, or if it cannot step these
-    parameters beside the others.
+    name: of the program's class. core: the optimizer's, if it is one of these. Raise ConfigError, with nothing changed, if they
+    cannot, or if it cannot step these parameters beside the others.
     """
-    name, others = type(optimizer).__name__, [each for each in runtime.sharded_optimizers if each.core is not core]
+    others = [each for each in runtime.sharded_optimizers if each.core is not core]
     stepped = {key: type(each).__name__ for each in others for key in each.core.group_of}
     for home in homes_of(optimizer.param_groups):
         group = home.group
