@@ -132,8 +132,8 @@ def shard(
             attribute `not_sharded = True` stays whole, and the program's: it sums its gradient over ranks, and steps it, itself.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or a class declared by `zs.whole_matrix`.
             AdamW, Adam and Lion of bitsandbytes and torchao become torch's (or zs.Lion), with `optimizer_states` of their
-            width. None for inference, or if the program makes the optimizer of `model.parameters()` afterwards: it becomes the
-            sharded one at its first step, or when it is loaded, saved or otherwise asked for.
+            width. None for inference, or if the program makes the optimizer of `model.parameters()`, or several, afterwards: they
+            become sharded ones at the first step, or when they are loaded, saved or otherwise asked for.
         config: a Config, or the path of a file that `zeroshard plan --auto` wrote. Options given by name override it; they are
             the fields of Config (stage, precision, units, max_grad_norm, ...) and `preset`.
         comm: the ranks over which to shard. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed)
@@ -253,7 +253,7 @@ def _shard(
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(engine, engine.slices("value"), found, stored)
     if optimizer is not None:
-        runtime.sharded_optimizer = shard_optimizer(optimizer, runtime)
+        runtime.add_optimizer(shard_optimizer(optimizer, runtime))
     watch()
 
 
@@ -289,7 +289,10 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
             raise ZeroshardError(
                 "this optimizer belonged to a model that was closed with zs.close(): make a new one of its parameters."
             )
-        raise ZeroshardError("this optimizer is sharded already: shard() one model with one optimizer, once.")
+        raise ZeroshardError(
+            "this optimizer is sharded already: shard() a model with its optimizer once."
+            " Further optimizers of it: make them after zs.shard()."
+        )
     for name, module in model.named_modules():
         if "_zeroshard" in module.__dict__:
             where = "this model" if module is model else f"its submodule {name}"
@@ -333,7 +336,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     If the norm is not finite, gradients are not changed. A program may repair them before the step, so the step computes the norm
     again, and clips as was asked here, or is skipped.
     """
-    core = _core(runtime_of(model))
+    core = _cores(runtime_of(model))[0]
     return torch.tensor(core.clip(_at_least_0("max_norm", max_norm)))
 
 
@@ -345,11 +348,10 @@ def _at_least_0(name: str, value: object) -> float:
     return float(number)
 
 
-def _core(runtime: Runtime) -> OptimizerCore:
-    optimizer = runtime.optimizer
-    if optimizer is None:
+def _cores(runtime: Runtime) -> list[OptimizerCore]:
+    if not runtime.optimizers:
         raise ZeroshardError(runtime.expected_optimizer())
-    return optimizer.core
+    return [optimizer.core for optimizer in runtime.optimizers]
 
 
 def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Tensor]:
@@ -411,7 +413,7 @@ def _cloned(value: Any) -> Any:
 
 
 def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the optimizer's state of every parameter, with whole tensors, on every rank (collective).
+    """Return the optimizers' state of every parameter, with whole tensors, on every rank (collective).
 
     Keys are the names in `model.named_parameters()`.
     """
@@ -431,17 +433,24 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
     The result equals `optimizer.state_dict()` in one process: {"state": {number: {"step": ..., "exp_avg": ...}}, "param_groups":
     [...]}, with numbers in the order of the groups. A plain optimizer of the same groups can load it, and so can a sharded one at
     any stage and number of ranks, if every rank passes it to `load_state_dict`. The states of one parameter are gathered at a
-    time. In a pipeline each stage has its own optimizer, and the stage's first rank returns its state dict.
+    time. In a pipeline each stage has its own optimizer, and the stage's first rank returns its state dict. Raise ConfigError for a
+    model with several optimizers, or one that steps parameters beside it: `full_optimizer_state` serves both.
 
     Args:
         every_rank: return the state dict on every rank; each rank then holds all states.
     """
     runtime, states = runtime_of(model), {}
+    cores = _cores(runtime)
+    if len(cores) > 1 or any(cores[0].outside):
+        raise ConfigError(
+            "zs.full_optimizer_state_dict: the model has several optimizers, or one that also steps parameters beside the model, and so no "
+            "state dict of its own. Take zs.full_optimizer_state(model), which has the states by the parameters' names."
+        )
+    outer = cores[0].outer
     wanted = every_rank or runtime.topology.world.rank == runtime.topology.stages[runtime.topology.stage][0]
     for _, param, found in _whole_optimizer_states(model, "zs.full_optimizer_state_dict"):
         if wanted and found:  # copies: torch advances `step` in place, and parameters may share that tensor
             states[id(param)] = {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in found.items()}
-    outer = _core(runtime).outer
     # all ranks call state_dict(), since it runs the user's hooks
     params, told = [param for group in outer.param_groups for param in group["params"]], outer.state_dict()
     return {**told, "state": {number: states[id(p)] for number, p in enumerate(params) if id(p) in states}} if wanted else {}
@@ -451,7 +460,7 @@ def _whole_optimizer_states(model: nn.Module, verb: str) -> Iterator[tuple[Param
     """Yield each trained parameter with its whole optimizer states (collective)."""
     runtime = runtime_of(model)
     begin(runtime, verb)
-    states = state_by_param(_core(runtime))
+    states = {param: each for core in _cores(runtime) for param, each in state_by_param(core).items()}
     for group, index, spec in ((g, i, s) for g in runtime.groups if g.trainable for i, s in enumerate(g.specs)):
         found = whole_states(group, index, states.get(group.params[index], {}))
         for name, value in found.items():

@@ -6,7 +6,7 @@ engine = engine_of(model)
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -64,7 +64,7 @@ from .packing.codecs import Codec
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.parameter_info import ParameterInfo, info_of, memory_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
-from .state.state_loading import Restoring, SavedState
+from .state.state_loading import Restoring, Restorings, SavedState
 from .state.tied_copy import TiedCopy
 from .tensor.attributes import NOT_SHARDED, stays_whole
 from .tensor.chunks import Box, boxes_of, overlap
@@ -82,7 +82,7 @@ from .values.module_units import ModuleUnits
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
-    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "FIRST_USE", "abort_peers", "ally", "engine_behind", "engine_of", "find_engine", "info_of", "loaded", "memory_of", "masters_shown",
+    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "FIRST_USE", "abort_peers", "ally", "engine_behind", "engine_of", "find_engine", "info_of", "kind_of", "loaded", "memory_of", "masters_shown",
     # what bytes are held for, and who is told of them
     "AVERAGES", "GATHERED", "GRADIENTS", "MASTERS", "OF_ACTIVATIONS", "OPTIMIZER", "PARAMETERS", "PARTIAL", "RESIDUALS",
     "SECONDARY", "STAGING", "Ledger", "Observer", "Traffic", "listener", "making",
@@ -96,7 +96,7 @@ __all__ = [  # noqa: RUF022  # by subject
     # tensors of which a rank holds a slice, and parts of larger ones
     "Box", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap", "NOT_SHARDED", "stays_whole",
     # optimizers
-    "ONE_OPTIMIZER", "Options", "State", "inner_copy", "other_optimizers",
+    "ONE_OPTIMIZER", "Optimizers", "Options", "State", "inner_copy", "other_optimizers",
     # how a model is laid out, for formulas
     "ALIGNMENT", "BUFFERS", "GPU_CHUNK_NUMEL", "Group", "LARGE_FRACTION", "RECEIVED_NBYTES", "ROOT", "collect", "find_blocks",
     "most_gathered", "partition", "rests_away", "round_up",
@@ -191,8 +191,14 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The model's sharded optimizer, if it has one; an optimizer made since zs.shard is taken over now."""
+        """The model's sharded optimizer, if it has one; an optimizer made since zs.shard is taken over now. Raise ConfigError for a
+        model with several: `optimizers` has them."""
         return self._runtime.optimizer
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All sharded optimizers of the model, in the order of their first parameters."""
+        return list(self._runtime.optimizers)
 
     @property
     def progress(self) -> Progress:
@@ -211,7 +217,7 @@ class Engine:
     @property
     def replicated(self) -> bool:
         """True if every rank steps all of the parameters: stage 0. The model must have an optimizer."""
-        return self._runtime.optimizer.core.replicated
+        return self._runtime.optimizers[0].core.replicated
 
     @property
     def gathers(self) -> bool:
@@ -298,11 +304,28 @@ class Engine:
         """Return what to say where the model's optimizer is needed, and there is none."""
         return self._runtime.expected_optimizer()
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer | None, verb: str) -> None:
-        """Raise ConfigError if an optimizer that a caller gave to `verb` is not the model's."""
-        if optimizer is not None and optimizer is not self.optimizer:
-            why = "" if self._runtime.sharded_optimizer is not None else f" {self._runtime.expected_optimizer()}"
+    def given_optimizer(
+        self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, verb: str
+    ) -> Optimizers | None:
+        """Return the model's optimizer, or all of several as one, as a caller gave them to `verb`: one, a list of all, or None.
+
+        Raise ConfigError if what was given are not the model's.
+        """
+        if given is None:
+            return None
+        optimizers, listed = self.optimizers, list(given) if isinstance(given, (list, tuple)) else [given]
+        if set(map(id, listed)) != set(map(id, optimizers)):
+            why = "" if optimizers else f" {self._runtime.expected_optimizer()}"
+            if len(optimizers) > 1:
+                names = ", ".join(type(each).__name__ for each in optimizers)
+                why = f" This model is stepped by several: give a list of all ({names})."
             raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.{why}")
+        if any(any(optimizer.core.outside) for optimizer in self._runtime.optimizers):
+            raise ConfigError(
+                f"{verb}: optimizer: it also steps parameters that are not the model's, which have no names in a checkpoint of it. Give these "
+                "an optimizer of their own, and save them and its state_dict() by `extra`."
+            )
+        return optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
 
     def agree_on_values(self) -> None:
         """Raise ModelMismatch on every rank if data-parallel ranks have written different values to a parameter (collective)."""
@@ -339,20 +362,24 @@ class Engine:
     def finish_updates(self) -> None:
         """Take a delayed update's step now; copy what the program has written to parameters into their masters."""
         if self._runtime.gate.delayed is not None:
-            self._runtime.optimizer.core.drain()
+            self._drain()
         self._runtime.gate.refresh(self._runtime.groups)
 
     def replace_all(self, stepped: bool) -> None:
         """Prepare for a write to all states: drop gradients, and copies and residuals of the old values. stepped: the optimizer's, too."""
         if stepped:
-            self._runtime.optimizer.core.drain()  # a pending delayed update would overwrite the new masters
+            self._drain()  # a pending delayed update would overwrite the new masters
         self._runtime.gate.before(*self._runtime.units)  # masters that the host's step has read ahead would undo the write
         self._runtime.zero_grad()
         self._runtime.topology.forget()
 
-    def restoring(self, states: dict[int, SavedState]) -> Restoring:
-        """Return the object that loads the optimizer's states. states: id of a parameter -> its state."""
-        return Restoring(self._runtime.optimizer.core, states)
+    def _drain(self) -> None:
+        for optimizer in self._runtime.optimizers:
+            optimizer.core.drain()
+
+    def restoring(self, states: dict[int, SavedState]) -> Restorings:
+        """Return the object that loads the optimizers' states. states: id of a parameter -> its state."""
+        return Restorings([Restoring(optimizer.core, states) for optimizer in self._runtime.optimizers])
 
     def zero_grad(self) -> None:
         """Drop the model's gradients."""
@@ -360,7 +387,7 @@ class Engine:
 
     def publish(self) -> None:
         """Send replicated parameters that each rank steps a slice of to all ranks, as every step does at its end (collective)."""
-        self._runtime.optimizer.core.publish([group for group in self._runtime.groups if group.trainable])
+        self._runtime.optimizers[0].core.publish([group for group in self._runtime.groups if group.trainable])
 
     def rehearse_step(self, accumulate: int = 1) -> Rehearsal:
         """Return a rehearsal of the longest run that the host steps, on zeros of its own. accumulate: backwards of a step."""
@@ -436,6 +463,21 @@ class Engine:
         return [spec.name for group in trained for spec, active in zip(group.specs, group.active, strict=True) if not active]
 
 
+class SeveralOptimizers:
+    """Several optimizers of one model, as a checkpoint sees one: their groups, one after another."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[Options]:
+        """The groups of all, in the order of the optimizers' first parameters."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+
+Optimizers = torch.optim.Optimizer | SeveralOptimizers  # what a checkpoint saves or loads
+
+
 def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a sharded model, also of the one that `torch.compile(model)` wraps.
 
@@ -447,6 +489,12 @@ def engine_of(model: nn.Module) -> Engine:
 def engine_behind(optimizer: Any) -> Engine:
     """Return the engine of the model that a sharded optimizer steps; AttributeError for another optimizer."""
     return Engine(optimizer.core.runtime)
+
+
+def kind_of(optimizer: Optimizers) -> str:
+    """Return the name of an optimizer's class, as checkpoints keep it; of several joined by "+"."""
+    several = optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+    return "+".join(type(each).__name__.removeprefix("Sharded") for each in several)
 
 
 def find_engine(model: nn.Module) -> Engine | None:

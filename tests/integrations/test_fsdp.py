@@ -332,21 +332,73 @@ def _beside_replicas(door, rank):
     return found, {"model": {name: getattr(p, "full_tensor", p.detach)() for name, p in model.named_parameters()}}
 
 
+def divided(model) -> list[torch.optim.Optimizer]:
+    """AdamW for matrices, SGD for the rest."""
+    matrices, rest = ([param for param in model.parameters() if (param.dim() == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.AdamW(matrices, lr=0.02), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+
+def _two_optimizers(door, rank):
+    """Both after most backwards, clipped together; in every third step the first alone, and the other's gradients add up."""
+    model = wrapped(door, mp_policy=BF16)
+    optimizers, found = divided(model), []
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+    for step in range(6):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        for optimizer, scheduler in list(zip(optimizers, schedulers, strict=True))[: 1 if step % 3 == 1 else 2]:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        found.append((loss.item(), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)))
+    return found, states(model, optimizers)
+
+
+def _two_optimizers_scaled(door, rank):
+    """fp16 with torch's GradScaler; the gradient of a bias, and so the step of one optimizer, overflows once."""
+    model = wrapped(door, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32))
+    optimizers, scaler, found = divided(model), torch.amp.GradScaler("cpu", init_scale=64.0), []
+    for step in range(4):
+        loss = loss_of(model, rank, step)
+        scaler.scale(loss).backward()
+        if step == 2:
+            model.blocks[0].up.bias.grad.mul_(float("inf"))
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        found.append((loss.item(), scaler.get_scale()))
+    return found, {"model": get_model_state_dict(model, options=FULL)}
+
+
+def _beside_the_model(door, rank):
+    """A temperature that is no parameter of the model, and a layer that is trained from the third step on."""
+    model = wrapped(door)
+    temperature = nn.Parameter(torch.tensor(1.5))
+    optimizer = torch.optim.AdamW([*model.blocks.parameters(), temperature], lr=0.02)
+    model.head.requires_grad_(False)
+    found = []
+    for step in range(5):
+        if step == 2:
+            model.head.requires_grad_(True)
+            optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.05})
+        loss = loss_of(model, rank, step) * temperature
+        loss.backward()
+        dist.all_reduce(temperature.grad)
+        temperature.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+        found.append((loss.item(), temperature.item()))
+    return found, {"model": get_model_state_dict(model, options=FULL)}
+
+
 PROGRAMS = (
-    _roots,
-    _ignored,
-    _beside_replicas,
-    _frozen,
-    _given,
-    _scaled,
-    _plain,
-    _policies,
-    _accumulated,
-    _meta,
-    _assigned,
-    _gathered,
-    _written,
-)
+    _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
+    _two_optimizers, _two_optimizers_scaled, _beside_the_model,
+)  # fmt: skip
 
 
 def _both(rank, ranks, programs):
@@ -637,6 +689,49 @@ def _checkpoints(rank, ranks, folder, writer):
     return found
 
 
+def _checkpoints_of_two(rank, ranks, folder, saves):
+    """A list of optimizers saved by torch.distributed.checkpoint, and loaded by another number of ranks; then by zs.save."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = []
+    for name in ("dcp", "zs"):
+        model = wrapped(fsdp)
+        optimizers = divided(model)
+        if saves:
+            _all_steps(model, optimizers, range(3))
+        if name == "zs":
+            (zs.save if saves else zs.load)(f"{folder}/zs", model, optimizers)
+        else:
+            state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizers)}
+            (dcp_save if saves else dcp_load)(state, checkpoint_id=f"{folder}/dcp")
+            if not saves:
+                set_model_state_dict(model, state["model"])
+                set_optimizer_state_dict(model, optimizers, state["optimizer"])
+        found.append(_all_steps(model, optimizers, range(3, 5)))
+        zs.close(model)
+    return found
+
+
+def _all_steps(model, optimizers, numbers):
+    losses = []
+    for number in numbers:
+        loss = loss_of(model, 0, number)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.processes
+def test_checkpoints_of_two_optimizers(tmp_path):
+    saved = run_processes(_checkpoints_of_two, 2, str(tmp_path), True)
+    for found in run_processes(_checkpoints_of_two, 3, str(tmp_path), False):
+        for mine, its in zip(found, saved[0], strict=True):
+            assert mine == pytest.approx(its, abs=1e-6, rel=1e-6)
+
+
 @pytest.mark.processes
 def test_checkpoints_go_both_ways_and_to_other_world_sizes(tmp_path):
     run_processes(_checkpoints, 2, str(tmp_path), True)
@@ -725,6 +820,22 @@ def test_a_part_that_was_listed_first_becomes_a_part_of_the_model():
     assert {"blocks.0", "blocks.1"} < {name for name, _ in engine_of(model).modules_of_units()}
     loss_of(model, 0, 0).backward()
     assert model.blocks[0].up.weight.grad is not None
+
+
+def test_optimizers_of_parts_that_a_later_one_joins():
+    """The first knows only one of two roots; the second has parameters of both, which become one model."""
+    one, other = wrapped(fsdp), wrapped(fsdp)
+    first = torch.optim.SGD(one.blocks.parameters(), lr=0.1)
+    rest = [param for name, param in one.named_parameters() if not name.startswith("blocks.")]
+    second = torch.optim.SGD([*rest, *other.parameters()], lr=0.1)
+    before = one.blocks[0].up.weight.full_tensor(), other.head.weight.full_tensor()
+    (loss_of(one, 0, 0) + loss_of(other, 0, 0)).backward()
+    for optimizer in (second, first):  # neither drops the other's gradients
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first.last_step.grad_norm > 0
+    for param, value in zip((one.blocks[0].up.weight, other.head.weight), before, strict=True):
+        assert param.grad is None and not torch.equal(param.full_tensor(), value)
 
 
 def test_a_failed_step_is_cleared_by_reset_iter_state():

@@ -292,11 +292,16 @@ def test_the_optimizer_holds_foreign_parameters(stage):
     assert "_zeroshard" not in model.__dict__
 
 
-def test_an_optimizer_group_added_too_late():
-    model = seeded(Stack)
+def test_a_group_added_to_the_optimizer_of_zs_shard():
+    """Of parameters that it has not laid out as a group, and of ordinary ones."""
+    model, other = seeded(Stack), nn.Parameter(torch.ones(2))
     model, optimizer = zs.shard(model, adamw(model.first.parameters()))
-    with pytest.raises(zs.ConfigError, match="add the group before"):
-        optimizer.add_param_group({"params": list(model.last.parameters())})
+    before = model.last.weight.full_tensor() if hasattr(model.last.weight, "full_tensor") else model.last.weight.detach().clone()
+    optimizer.add_param_group({"params": [*model.last.parameters(), other]})
+    square(model, (X,)).backward()
+    optimizer.step()
+    after = model.last.weight.full_tensor() if hasattr(model.last.weight, "full_tensor") else model.last.weight
+    assert not torch.equal(after, before) and torch.equal(other, torch.ones(2))
 
 
 @every_mode

@@ -15,33 +15,26 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import math
-from collections import defaultdict
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..config import Tier
-from ..engine.ledger import OPTIMIZER
 from ..engine.optimizer import OptimizerCore, Tally
 from ..errors import ConfigError, ModelClosed
-from ..formats.state_plans import state_plans
-from ..guard.rank_consistency import check_alike, described_optimizer
 from ..optim.take_over import TakeOver
-from ..optim.validation import check_optimizer, held_optimizers
-from ..tiers.estimate import Place
-from ..tiers.room import check_room
+from ..optim.validation import held_optimizers
 from ..utils.autograd import in_backward
 from .lr_schedulers import respect_skipped_steps
-from .sharded_optimizer import OfShardedModel, derived, homes_of, runtimes_of, shard_optimizer
+from .sharded_optimizer import GIVE, OfShardedModel, agree, derived, homes_of, runtimes_of, shard_optimizer, suit
 
 if TYPE_CHECKING:
     _Optimizer = torch.optim.Optimizer
 else:
     _Optimizer = object  # the class of the user's object is the second base of the derived classes
 
-_GIVE = "zs.shard(model, optimizer, ...)"
+_given_back: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # late ones of models that were closed
 
 
 class LateOptimizer(_Optimizer):
@@ -77,6 +70,7 @@ class LateOptimizer(_Optimizer):
         """Give the object the class back that the program has called. It is no sharded model's any more."""
         for runtime in runtimes_of(self.param_groups):
             runtime.awaiting.discard(self)
+        _given_back.add(self)
         self.__dict__.pop("tally", None)
         self.__class__ = type(self).__bases__[1]
 
@@ -87,10 +81,11 @@ class LateOptimizer(_Optimizer):
         return copyreg.__newobj__, (type(self).__bases__[1],), self.__getstate__()  # type: ignore[attr-defined]
 
     def take_over(self) -> None:
-        """Make the object the sharded optimizer of its parameters' model (not collective: ranks compare theirs in the first step).
+        """Make the object a sharded optimizer of its parameters' model (not collective: ranks compare theirs in the first step).
 
-        Raise ConfigError, with nothing changed, for what zs.shard(model, optimizer) refuses (parameters of other models, too), for a
-        second optimizer of a model, and for states in a form that zs.shard must know to lay parameters out.
+        Parameters in its groups that are no sharded model's stay ordinary, and are stepped as they are. Raise ConfigError, with nothing
+        changed, for what zs.shard(model, optimizer) refuses else, for a parameter that another optimizer of the model has, and for
+        states in a form that zs.shard must know to lay parameters out.
         """
         late, name, runtimes = type(self), type(self).__name__, runtimes_of(self.param_groups)
         if not runtimes:  # a deep copy of replicated parameters is one of ordinary ones
@@ -98,36 +93,19 @@ class LateOptimizer(_Optimizer):
         runtime = runtimes[0]
         if runtime.closed:
             raise ModelClosed(f"the model of this {name} was closed with zs.close().")
-        if runtime.sharded_optimizer is not None:
-            raise ConfigError(
-                f"optimizer: this {name} has parameters of a model that is stepped by another, {type(runtime.sharded_optimizer).__name__}, "
-                f"and a sharded model has one. To replace it: zs.close(model), and {_GIVE}, where the optimizer has a parameter group for "
-                "each set of options (for matrices of Muon beside others: zs.Muon)."
-            )
         if len(runtime.topology.stages) > 1:
-            raise ConfigError(f"optimizer: stages of a pipeline step together. Make this {name} before, and write {_GIVE}.")
-        specs, taken = [spec for group in runtime.groups for spec in group.specs], TakeOver(self)
-        before, planned = dict(self.__dict__), [group.plan for group in runtime.groups]
+            raise ConfigError(f"optimizer: stages of a pipeline step together. Make this {name} before, and write {GIVE}.")
+        taken, before, gate = TakeOver(self), dict(self.__dict__), runtime.gate
+        planned, steppers = [group.plan for group in runtime.groups], list(gate.steppers)
         tally = self.__dict__.get("tally") or Tally(runtime.config.hold_schedulers)  # a copy of an optimizer has none
         self.give_back()
         try:
-            config = taken.begin(runtime.model, runtime.config)
-            check_optimizer(self, specs, config.delayed_update is not None)
-            plans = state_plans(config, self, specs)
-            for group in runtime.groups:
-                own = [plans[id(param)] for param in group.params if group.trainable and id(param) in plans]
-                blocks = math.lcm(*(column.elements for plan in own for column in plan.columns))
-                if len({plan.make for plan in own}) > 1 or group.layout.alignment % blocks:
-                    raise ConfigError(
-                        f"optimizer: this {name} keeps states encoded, for which zs.shard(model) has not laid out parameters: write "
-                        f"{_GIVE}, or give zs.shard(model) the optimizer_states."
-                    )
-            for group in runtime.groups:
-                group.plan = next((plans[id(param)] for param in group.params if id(param) in plans), group.plan)
+            suit(self, name, runtime, taken.begin(runtime.model, runtime.config))
             core: OptimizerCore = shard_optimizer(self, runtime).core  # type: ignore[attr-defined]
         except BaseException:
             for group, plan in zip(runtime.groups, planned, strict=True):
                 group.plan = plan
+            gate.steppers = steppers
             taken.undo()
             self.__class__ = late
             self.__dict__.clear()
@@ -135,8 +113,8 @@ class LateOptimizer(_Optimizer):
             for each in runtimes:
                 each.awaiting.add(self)
             raise
-        runtime.sharded_optimizer = self
-        core.tally, core.agree = tally, functools.partial(_agree, core)
+        runtime.add_optimizer(self)
+        core.tally, core.agree = tally, functools.partial(agree, core)
         taken.tell(runtime.comm.rank)
 
 
@@ -145,6 +123,8 @@ def expect(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, (LateOptimizer, OfShardedModel)):
         respect_skipped_steps()
         optimizer.__class__ = derived(type(optimizer), LateOptimizer)
+        for runtime in runtimes_of(optimizer.param_groups) if optimizer in _given_back else ():
+            runtime.awaiting.add(optimizer)
 
 
 @functools.cache
@@ -155,6 +135,8 @@ def watch() -> None:
     @functools.wraps(plain)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         plain(self, param_group)
+        if isinstance(self, OfShardedModel) and not isinstance(self, LateOptimizer):
+            return  # it is taken over already
         runtimes = runtimes_of(self.param_groups[-1:])
         for runtime in runtimes:
             runtime.awaiting.add(self)
@@ -176,24 +158,6 @@ def _refuse_earlier(optimizer: torch.optim.Optimizer, args: object, kwargs: obje
         if sliced and not in_backward():  # there a hook steps it, which UserHook refuses
             raise ConfigError(
                 f"optimizer: this {type(optimizer).__name__} was made before zs.shard(model), and not given to it, or inside zs.gathered, so "
-                f"it would step {home.name} apart from the model's other states. Write {_GIVE}, or make the optimizer after zs.shard(model) "
+                f"it would step {home.name} apart from the model's other states. Write {GIVE}, or make the optimizer after zs.shard(model) "
                 "and outside zs.gathered."
             )
-
-
-def _agree(core: OptimizerCore) -> None:
-    """Raise, on every rank, ModelMismatch if ranks have made different optimizers; HostMemoryError or SwapError if states have no
-    room (collective; before the first step)."""
-    runtime = core.runtime
-    specs = [spec for group in runtime.groups for spec in group.specs]
-    check_alike(runtime.comm, described_optimizer(specs, core.outer))
-
-    def find() -> dict[Place, int]:
-        found: dict[Place, int] = defaultdict(int)
-        for group in runtime.groups if not any(run.states.load() for run in core.all_runs) else ():  # else they were loaded
-            numel = group.layout.numel if group.masters.whole else group.layout.shard_numel
-            place = OPTIMIZER, group.offload.tier, group.offload.path if group.offload.tier is Tier.DISK else None
-            found[place] += sum(column.nbytes(numel, group.masters.stepped.dtype) for column in group.plan.columns)
-        return found
-
-    check_room(runtime.config, runtime.tiers, find, "optimizer's first step")

@@ -6,32 +6,44 @@ optimizer over runs (engine/runs.py). The step is that of its core (engine/optim
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..config import Placement, Tier
+from ..config import Config, Placement, Tier
 from ..engine.inner_optimizer import Options, inner_copy
+from ..engine.ledger import OPTIMIZER
 from ..engine.optimizer import OptimizerCore, StepRecord
 from ..engine.parameter import ParamHome
 from ..engine.runtime import Runtime
 from ..engine.steppers import Steppers
-from ..errors import ConfigError, ShardedAccessError
+from ..engine.unit import ParamGroup
+from ..errors import ConfigError, ModelClosed, ShardedAccessError
+from ..formats.state_plans import state_plans
 from ..guard.out_of_memory import telling
-from ..optim.validation import check_members
+from ..guard.rank_consistency import check_alike, described_optimizer
+from ..optim.validation import check_members, check_optimizer
 from ..optim.whole_matrix import whole_parameters
 from ..state.state_storage import WholeState
-from ..state.state_view import ParameterState, StateByParameter, load_state, state_by_param
+from ..state.state_view import ParameterState, StateByParameter, load_state, outside_states, state_by_param
 from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.state_column import StatePlan
 from ..tiers.cpu_kernels import matches
+from ..tiers.estimate import Place
 from ..tiers.host_step import DelayedStep, HostStepper
+from ..tiers.room import check_room
 from ..tiers.slab_step import SlabStepper
 from ..tiers.storage import FurtherTiers
 from ..utils.torch_compat import OWN_UNSCALING
 from ..values.whole_step import WholeStepper
 from .lr_schedulers import respect_skipped_steps, rewrap_for_schedulers
+
+GIVE = "zs.shard(model, optimizer, ...)"
 
 
 def homes_of(groups: list[Options]) -> list[ParamHome]:
@@ -49,11 +61,14 @@ class OfShardedModel(torch.optim.Optimizer):
     """Last base class of an optimizer of sharded parameters: a `zero_grad` of the user's class reaches this one by super()."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; with set_to_none=False, set existing ones to zero, and a step then uses the zeros."""
+        """Drop all gradients but those of the model's other optimizers; with set_to_none=False, set existing ones to zero, and a step
+        then uses the zeros."""
         for runtime in self._runtimes():
-            runtime.zero_grad(set_to_none)
+            runtime.zero_grad(set_to_none, runtime.of_others(self))
         if not isinstance(self, ShardedOptimizer):  # it may hold other parameters, too
-            super().zero_grad(set_to_none)
+            return super().zero_grad(set_to_none)
+        for param in (param for params in self.core.outside for param in params if param.grad is not None):
+            param.grad = None if set_to_none else torch.zeros_like(param.grad)
 
     def _runtimes(self) -> list[Runtime]:
         return [self.core.runtime] if isinstance(self, ShardedOptimizer) else runtimes_of(self.param_groups)
@@ -133,17 +148,30 @@ class ShardedOptimizer:
         """Optimizer states by parameter, tensors sharded; state_view.py describes writes to them."""
         states = state_by_param(self.core, WholeState)
         found = {param: ParameterState(entries).bind(self.core, param) for param, entries in states.items()}
-        return StateByParameter(found).bind(self.core)
+        return StateByParameter({**found, **outside_states(self.core)}).bind(self.core)
 
     @state.setter
     def state(self, value: dict) -> None:
         load_state(self.core, {id(param): entries for param, entries in value.items()})
 
-    def add_param_group(self, param_group: dict) -> None:
-        """Raise ConfigError: the flat buffers are laid out already."""
-        raise ConfigError(
-            "add_param_group() after zs.shard(): add the group before, or zs.close() the model and shard it with a new optimizer."
-        )
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch, of parameters of the model that no optimizer steps yet, or of others; the same on every rank.
+
+        Raise ConfigError, with nothing changed, for what an optimizer made after zs.shard(model) may not have.
+        """
+        super().add_param_group(param_group)  # type: ignore[misc]
+        core = self.core
+        plain = inner_copy(core.inner)  # of the user's class: a trial of it must not write into the states
+        plain.param_groups = core.outer.param_groups
+        try:
+            if core.runtime.closed:
+                raise ModelClosed("add_param_group() after zs.close(model): make a new optimizer of its parameters.")
+            suit(plain, type(plain).__name__, core.runtime, core.runtime.config, core)
+        except BaseException:
+            self.param_groups.pop()  # type: ignore[attr-defined]
+            raise
+        core.take_group(whole_parameters(plain))
+        core.agree = functools.partial(agree, core)
 
 
 def _apart(value: object) -> object:
@@ -152,6 +180,79 @@ def _apart(value: object) -> object:
     if isinstance(value, WholeState):
         return value.plain()
     return value.clone() if isinstance(value, Tensor) and not isinstance(value, ShardedTensor) else value
+
+
+def suit(
+    optimizer: torch.optim.Optimizer, name: str, runtime: Runtime, config: Config, core: OptimizerCore | None = None
+) -> None:
+    """Let the forms in which a model's states rest suit an optimizer, beside the optimizers that the model has.
+
+    name: of the program's class. core: the optimizer's, if it is one of these. Raise ConfigError, with nothing changed, if they
+    cannot, or if it cannot step these parameters beside the others.
+    """
+    others = [each for each in runtime.sharded_optimizers if each.core is not core]
+    stepped = {key: type(each).__name__ for each in others for key in each.core.group_of}
+    for home in homes_of(optimizer.param_groups):
+        group = home.group
+        if group.runtime is not runtime:
+            raise ConfigError(
+                f"optimizer: this {name} has parameters of two sharded models, {type(runtime.model).__name__} and "
+                f"{type(group.runtime.model).__name__}. Make one for each, or call zs.shard on a module that holds both."
+            )
+        if other := stepped.get(id(group.params[home.index])):
+            raise ConfigError(
+                f"optimizer: {home.name} is a parameter of this {name} and of another optimizer of the model, {other}, and each parameter has "
+                f"one. To replace that one: zs.close(model), and {GIVE}."
+            )
+    options = (
+        ("precision='fp16'", runtime.progress.scaler is not None), ("delayed_update", config.delayed_update is not None),
+        ("zs.join", runtime.attendance.joined),
+    )  # fmt: skip
+    if found := [what for what, asked in options if asked and others]:
+        raise ConfigError(
+            f"optimizer: {found[0]} serves one optimizer, and beside this {name} the model has {', '.join(sorted(set(stepped.values())))}. Leave "
+            f"it out; or write {GIVE} with one optimizer that has a parameter group for each set of options (for Muon beside AdamW: zs.Muon)."
+        )
+    specs = [spec for group in runtime.groups for spec in group.specs]
+    check_optimizer(optimizer, specs, config.delayed_update is not None, others, outside=True)
+    plans, suited = state_plans(config, optimizer, specs), dict[ParamGroup, StatePlan]()
+    for group in runtime.groups:
+        own = [plans[id(param)] for param in group.params if group.trainable and id(param) in plans]
+        had = [group.plan] if any(group in each.core.indices for each in runtime.sharded_optimizers) else []
+        blocks = math.lcm(*(column.elements for plan in own for column in plan.columns))
+        if (own and len({plan.make for plan in (*own, *had)}) > 1) or group.layout.alignment % blocks:
+            raise ConfigError(
+                f"optimizer: this {name} keeps states encoded, for which zs.shard(model) has not laid out parameters: write "
+                f"{GIVE}, or give zs.shard(model) the optimizer_states."
+            )
+        if own:
+            columns = dict.fromkeys(column for plan in (*had, own[0]) for column in plan.columns) if had else own[0].columns
+            suited[group] = StatePlan(tuple(columns), own[0].make)
+    for group, plan in suited.items():
+        group.plan = plan
+
+
+def agree(core: OptimizerCore) -> None:
+    """Raise, on every rank, ModelMismatch if ranks have made different optimizers; HostMemoryError or SwapError if states have no
+    room (collective; before the first step)."""
+    runtime = core.runtime
+    specs = [spec for group in runtime.groups for spec in group.specs]
+    check_alike(runtime.comm, described_optimizer(specs, core.outer))
+
+    def find() -> dict[Place, int]:
+        found: dict[Place, int] = defaultdict(int)
+        for group in runtime.groups if not any(run.states.load() for run in core.all_runs) else ():  # else they were loaded
+            numel = group.layout.numel if group.masters.whole else group.layout.shard_numel
+            own = sum(run.numel for run in core.all_runs if run.group is group)
+            if own == 0 or (
+                group.offload.tier is Tier.DEVICE and not group.plan.coded and len(core.indices[group]) < len(group.params)
+            ):
+                numel = own  # else columns of the whole shard are made
+            place = OPTIMIZER, group.offload.tier, group.offload.path if group.offload.tier is Tier.DISK else None
+            found[place] += sum(column.nbytes(numel, group.masters.stepped.dtype) for column in group.plan.columns)
+        return found
+
+    check_room(runtime.config, runtime.tiers, find, "optimizer's first step")
 
 
 def steppers_for(optimizer: torch.optim.Optimizer, runtime: Runtime) -> Steppers:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +23,8 @@ from torch import nn
 
 from ..config import Tier
 from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError
-from ..seam import Engine, StateSlice, engine_of, exchange_values, loaded
-from ..state import Restoring, SavedState, Stored
+from ..seam import Engine, StateSlice, engine_of, exchange_values, kind_of, loaded
+from ..state import Restorings, SavedState, Stored
 from ..utils.host import ranks_here
 from ..utils.host_memory import available_nbytes
 from . import directory, module_state, safetensors
@@ -59,7 +60,7 @@ class Loaded:
 def load(
     path: str | os.PathLike,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     extra: dict[str, Any] | None = None,
     name: str | None = None,
@@ -78,7 +79,7 @@ def load(
     Args:
         path: a checkpoint, or a folder of checkpoints: then `name` in it, or the one saved last. If that one is not complete any
             more, load takes an older one, and rank 0 prints a line on stderr with the number of lost steps.
-        optimizer: the model's optimizer; None leaves optimizer states as they are.
+        optimizer: the model's optimizer, or a list of all that it has; None leaves optimizer states as they are.
         extra: by name, the objects that `zs.save` was given. `load_state_dict` is called for objects that have it; saved plain
             values are in `Loaded.extra`. `check_state_dict(state)`, if an object has it, is called before anything changes.
         verify: True compares all checksums during the first read, before anything changes; what can not be kept in memory until
@@ -133,13 +134,13 @@ def _put(
 
 
 def _agree(
-    engine: Engine, path: str | os.PathLike, optimizer: torch.optim.Optimizer | None, name: str | None, verify: object,
+    engine: Engine, path: str | os.PathLike, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, name: str | None, verify: object,
     strict: bool, extra: object,
 ) -> Stages:  # fmt: skip
     """Check the arguments, and that all ranks pass the same (collective). Return the pipeline's stages."""
-    mine, problem = dict[str, object](), None
+    mine, chosen, problem = dict[str, object](), None, None
     try:
-        engine.check_optimizer(optimizer, "zs.load")
+        chosen = engine.given_optimizer(optimizer, "zs.load")
         engine.begin("zs.load")
         engine.check_model()
         check_named(extra, "zs.load")
@@ -149,7 +150,7 @@ def _agree(
         mine = {"path": directory.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
     except Exception as error:
         problem = telling(error, "zs.load", engine.world.rank)
-    return agree(engine, optimizer, "zs.load", mine, problem)[0]
+    return agree(engine, chosen, "zs.load", mine, problem)[0]
 
 
 def await_save(engine: Engine) -> None:
@@ -182,7 +183,7 @@ class _Loading:
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
         self.reading = Reading()
-        self.restoring: Restoring | None = None
+        self.restoring: Restorings | None = None
         self.slices: list[tuple[str, StateSlice]] = []  # of extras, with their keys in `stored_slices`
         self.stored_slices: dict[str, Stored] = {}
 
@@ -252,7 +253,7 @@ class _Loading:
             return []
         if self.opened.groups is None:
             return ["  the checkpoint has no optimizer states: load it with optimizer=None"]
-        own, saved = type(self.optimizer).__name__.removeprefix("Sharded"), self.opened.optimizer
+        own, saved = kind_of(self.optimizer), self.opened.optimizer
         if saved is not None and own != saved:
             return [f"  optimizer: saved {saved}, wanted {own}: load it with optimizer=None to take the model alone"]
         self.groups = self.opened.groups
@@ -434,8 +435,9 @@ class _Loading:
             if comm.device.type != "cpu":
                 return _SPARE * nbytes <= torch.cuda.mem_get_info(comm.device)[0]
             available = available_nbytes()
-            taken = nbytes if available is None or _SPARE * here * nbytes <= available else 0
-            return taken == nbytes
+            fits = available is None or _SPARE * here * (taken + nbytes) <= available
+            taken += nbytes * fits
+            return fits
 
         def read() -> None:
             bulk = self.reading.bulk = Bulk(path, manifest, saver_of(self.engine).pool)
@@ -449,7 +451,7 @@ class _Loading:
 
         agreed(comm, "zs.load: reading", read, path)
 
-    def _restore(self) -> Restoring:
+    def _restore(self) -> Restorings:
         """Return the object that loads optimizer states, made at the first call."""
         if self.restoring is None:
             guard = self.reading.guard

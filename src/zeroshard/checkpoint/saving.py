@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from errno import EIO, ENOTDIR
 from pathlib import Path
@@ -40,7 +41,7 @@ def saver_of(engine: Engine) -> Saver:
 def save(
     path: str | os.PathLike,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     extra: dict[str, Any] | None = None,
     step: int | None = None,
@@ -63,7 +64,7 @@ def save(
 
     Args:
         path: folder of the run's checkpoints, on a filesystem that all ranks see.
-        optimizer: the model's optimizer. None: only the model is saved.
+        optimizer: the model's optimizer, or a list of all that it has. None: only the model is saved.
         extra: by name, objects with `state_dict` (schedulers, samplers, data loaders, zs.ema) or values that torch.save takes. If
             ranks give different ones, each rank's is saved.
         step: step of the checkpoint, for its name and manifest. None: the number of optimizer steps taken.
@@ -90,17 +91,17 @@ def save(
     """
     started, engine = time.monotonic(), engine_of(model)
     engine.begin("zs.save")
-    saver, plan, extras, slices, problem = saver_of(engine), None, {}, {}, None
+    saver, given, plan, extras, slices, problem = saver_of(engine), None, None, {}, {}, None
     try:
         engine.check_model()
-        engine.check_optimizer(optimizer, "zs.save")
+        given = engine.given_optimizer(optimizer, "zs.save")
         options = asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest
         plan = _plan(engine, path, step, name, *options, files or {})
         extras, slices = serialised(extra), slices_of(extra, engine.model)
     except Exception as error:
         problem = telling(error, "zs.save", engine.world.rank)
     digests = {name: hashlib.sha256(each.content).hexdigest() for name, each in extras.items()}
-    stages, told = agree(engine, optimizer, "zs.save", {} if plan is None else vars(plan), problem, digests)
+    stages, told = agree(engine, given, "zs.save", {} if plan is None else vars(plan), problem, digests)
     assert plan is not None
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
     return _write(saver, plan, stages, extras, alike(stages.world, extras, told), slices, files or {}, started)

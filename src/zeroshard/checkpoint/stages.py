@@ -15,10 +15,8 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from ..errors import ConfigError
-from ..seam import Engine, StateSlice, exchange_values
+from ..seam import Engine, Optimizers, StateSlice, exchange_values
 from .heartbeat import raise_first, telling
 from .module_state import names_in
 from .state_map import param_groups
@@ -27,7 +25,7 @@ from .state_map import param_groups
 class Stages:
     """The stages of a pipeline, as one rank knows them."""
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer | None, told: list[Any]) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizers | None, told: list[Any]) -> None:
         """told: what each stage's first rank told (see `agree`), by rank. Raises ConfigError on every rank if optimizers do not match."""
         self.engine, self.optimizer, self.model, self.mesh = engine, optimizer, engine.model, engine.mesh
         self.world, self.several, self.stage = engine.world, engine.stages > 1, engine.stage
@@ -110,7 +108,7 @@ def _trains(values: list[StateSlice]) -> list[bool]:
 
 
 def agree(
-    engine: Engine, optimizer: torch.optim.Optimizer | None, verb: str, arguments: dict[str, Any], problem: Exception | None,
+    engine: Engine, optimizer: Optimizers | None, verb: str, arguments: dict[str, Any], problem: Exception | None,
     more: object = None,
 ) -> tuple[Stages, list[Any]]:  # fmt: skip
     """Raise a rank's problem, or ConfigError if ranks call `verb` with different arguments (collective).

@@ -27,7 +27,7 @@ import xxhash
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..seam import Box, Part, StateSlice, boxes_of
+from ..seam import Box, Optimizers, Part, StateSlice, boxes_of
 from ..utils.module_names import own_state
 from ..utils.work import OVER, Work
 from .dcp import MAX_BLOB_NBYTES, storable
@@ -159,7 +159,7 @@ def collect(stages: Stages, *, frozen: bool, slices: dict[str, list[StateSlice]]
     return contents
 
 
-def param_groups(values: list[StateSlice], optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def param_groups(values: list[StateSlice], optimizer: Optimizers) -> list[dict[str, Any]]:
     """Return the optimizer's groups: options, and the names of their members (of tiles: of the whole parameter). values: its slices."""
     names = {id(each.param): each.name for each in values}
     return [

@@ -31,7 +31,7 @@ import torch
 import xxhash
 
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, MalformedMessage, OffloadIOError, ZeroshardError
-from ..seam import Engine, StateSlice, decode, encode
+from ..seam import Engine, StateSlice, decode, encode, kind_of
 from ..tiers.io import Engine as FileEngine
 from ..tiers.io import open_file
 from ..utils.version import __version__
@@ -360,7 +360,7 @@ class Writing:
             "world_size": self.comm.world_size,
             "stage": self.engine.config.stage,
             "precision": self.engine.config.precision,
-            "optimizer": None if self.stages.optimizer is None else type(self.stages.optimizer).__name__.removeprefix("Sharded"),
+            "optimizer": None if self.stages.optimizer is None else kind_of(self.stages.optimizer),
             "trained_only": plan.trained_only,
             "per_rank": self.per_rank,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

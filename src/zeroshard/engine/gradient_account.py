@@ -38,8 +38,9 @@ class GradientAccount:
     (zs.backward), the one that is ending included. weighing: weight of the backward that runs; None: it has none. weight: sum of
     this rank's weights. unweighted: some gradients came without a weight. held: some rank may hold sums back (zs.accumulate); the
     same on every rank. lost: a failed backward has dropped earlier gradients. unscaled: reduced gradients were divided by the
-    loss scale. share: number by which they were divided to be a mean over the ranks that had a batch (zs.join). clipped: result
-    of the last clip, until another backward begins.
+    loss scale. share: number by which they were divided to be a mean over the ranks that had a batch (zs.join). clipped: by
+    optimizer's core, the result of the last clip, until it steps or another backward begins. stepped: cores that have stepped
+    with these gradients.
     """
 
     def __init__(self) -> None:
@@ -50,8 +51,19 @@ class GradientAccount:
         """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
         self.backwards, self.plain, self.lost, self.unscaled = 0, 0, False, False
         self.weight, self.unweighted, self.share = 0.0, False, 1.0
-        self.clipped: Clipped | None = None
+        self.change()
         self.held = holding
+
+    def change(self) -> None:
+        """Record that gradients are about to change: results of earlier clips no longer hold."""
+        self.clipped: dict[object, Clipped] = {}
+        self.stepped: set[object] = set()
+
+    def begins_step(self, core: object) -> bool:
+        """Record that an optimizer steps; return False if another has stepped with these gradients: both are one step of the model."""
+        first = not self.stepped or core in self.stepped
+        self.stepped = {core} if first else self.stepped | {core}
+        return first
 
     @contextlib.contextmanager
     def weighted(self, weight: float) -> Iterator[None]:

@@ -34,6 +34,11 @@ def optimizer_groups(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
     return {id(param): number for number, group in enumerate(groups) for param in group["params"]}
 
 
+def members_of(*optimizers: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the parameters in optimizers' groups."""
+    return {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+
+
 def fresh(settings: Options) -> Options:
     """Return a copy of settings for the step of one chunk, since the optimizer's class may write into them."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
@@ -58,7 +63,7 @@ def step_alone(
 
 
 def step_together(
-    inner: torch.optim.Optimizer, leaves: list[list[nn.Parameter]], slabs: list[bool], device: torch.device, imagined_gpu: bool
+    inner: torch.optim.Optimizer, leaves: list[list[Tensor]], slabs: list[bool], device: torch.device, imagined_gpu: bool
 ) -> None:
     """Step leaves, given for each of the inner optimizer's groups, by one call of its `step`.
 

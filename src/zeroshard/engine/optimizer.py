@@ -1,6 +1,7 @@
 """The step of a sharded optimizer: flat shards are stepped in place of parameters, by an *inner* optimizer of the user's class.
 
-The user's own object (assembly/sharded_optimizer.py) calls it. One step has three phases:
+The user's own object (assembly/sharded_optimizer.py) calls it. A model has one core for each of its optimizers, which has the runs
+of its parameters. One step has three phases:
 
     agree     local square sums -> global norm; non-finite anywhere: every rank skips
     update    scale (clip, loss scale), masters <- inner optimizer, parameters <- masters
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -40,7 +41,8 @@ class StepRecord:
     """The outcome of one call of `optimizer.step()`.
 
     Attributes:
-        grad_norm: global norm of the mean gradient before clipping, without the loss scale.
+        grad_norm: global norm of the mean gradient before clipping, without the loss scale; where the model has further optimizers
+            and zs.clip_grad_norm_ was not called: without the gradients of their parameters.
         clip_coefficient: the factor by which gradients were clipped; 1.0 where they were not.
         skipped: True if no parameter was stepped, because gradients were not finite or no parameter had one.
         nonfinite: "name (rank r)" of each parameter whose gradient was not finite.
@@ -102,16 +104,17 @@ class OptimizerCore:
         self.maker = RunMaker(self.inner.state, runtime.tiers, steppers.alone)
         self.whole, self.device, self.host, self.delayed = steppers.whole, steppers.device, steppers.host, steppers.delayed
         self.check = check
-        runtime.gate.delayed, runtime.gate.stepper = self.delayed, self.host
-        self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
+        if self.host is not None:
+            runtime.gate.steppers.append(self.host)
+        if self.delayed is not None:
+            runtime.gate.delayed = self.delayed
+        self.runs: list[list[Run]] = []
         self.parted = False  # True after a write to one parameter's state has split its run (state_view.py)
-        self.members = [list(group["params"]) for group in optimizer.param_groups]
-        self.group_of = {id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
-        for group in runtime.groups:
-            if not group.trainable:
-                continue
-            for number, run in self.maker.runs(group, [self.group_of.get(id(param)) for param in group.params]):
-                self.runs[number].append(run)
+        self.members: list[list[Tensor]] = []
+        self.group_of: dict[int, int] = {}  # id of a parameter of the model -> number of its group
+        self.outside: list[list[Tensor]] = []  # for each group its parameters that are not the model's, stepped as they are
+        self.indices: dict[ParamGroup, list[int]] = {}  # the parameters in its groups
+        self._take_groups()
         self.last_step: StepRecord | None = None
         self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
         self.after_step: OrderedDict[int, Callable[[], object]] = (
@@ -121,6 +124,34 @@ class OptimizerCore:
         self.agree: Callable[[], None] | None = None  # called once, before the first step, if it was made after zs.shard
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
+
+    def _take_groups(self) -> None:
+        """Make the runs of all groups that have none yet."""
+        first, groups = len(self.runs), self.outer.param_groups
+        own = {id(param): group for group in self.runtime.groups for param in group.params}
+        self.members += [list(group["params"]) for group in groups[first:]]
+        self.outside += [[param for param in members if id(param) not in own] for members in self.members[first:]]
+        new = {id(p): number for number, g in enumerate(groups[first:], first) for p in g["params"] if id(p) in own}
+        self.runs += [[] for _ in groups[first:]]
+        self.group_of |= new
+        for group in self.runtime.groups:
+            if not group.trainable:
+                continue
+            for number, run in self.maker.runs(group, [new.get(id(param)) for param in group.params]):
+                self.runs[number].append(run)
+            if found := [index for index, param in enumerate(group.params) if id(param) in self.group_of]:
+                self.indices[group] = found
+
+    def take_group(self, alone: set[int]) -> None:
+        """Take the group that was added to the user's optimizer. alone: see `RunMaker`."""
+        self.inner.param_groups.append({**self.outer.param_groups[-1], "params": []})
+        self.maker.alone = alone
+        self._take_groups()
+
+    @property
+    def place(self) -> int:
+        """The number of the first parameter that it steps: an order of a model's optimizers that is the same on every rank."""
+        return min((group.specs[index].number for group, own in self.indices.items() for index in own), default=-1)
 
     def _number(self, run: Run) -> int:
         """Return the number of the optimizer's group that has a run's parameters."""
@@ -132,27 +163,38 @@ class OptimizerCore:
         return [run for runs in self.runs for run in runs]
 
     @property
-    def stepped_groups(self) -> list[ParamGroup]:
-        """The groups of which some rank has a gradient for this step: the same on every rank."""
+    def reduced_groups(self) -> list[ParamGroup]:
+        """The model's groups of which some rank has a gradient: the same on every rank."""
         return [g for g in self.runtime.groups if g.grads is not None and g.grads.reduced and any(g.active)]
+
+    @property
+    def stepped_groups(self) -> list[ParamGroup]:
+        """The groups of `reduced_groups` with a gradient of a parameter that this optimizer steps."""
+        return [g for g in self.reduced_groups if any(g.active[index] for index in self.indices.get(g, ()))]
+
+    @property
+    def cores(self) -> list[OptimizerCore]:
+        """The cores of all optimizers of this model."""
+        return [each.core for each in self.runtime.sharded_optimizers] or [self]
 
     # -- agree -----------------------------------------------------------------------------------------------
 
-    def global_norm(self) -> tuple[float, float]:
+    def global_norm(self, without: Collection[int] = ()) -> tuple[float, float]:
         """Return the norm of the mean gradient over all ranks, and the divisor that turns gradients into that mean (collective).
 
-        The norm is non-finite if any element is. The divisor is the loss scale times the mean weight (zs.backward).
+        The norm is non-finite if any element is. The divisor is the loss scale times the mean weight (zs.backward). without: ids of
+        parameters that do not enter the norm.
         """
         account = self.runtime.account
         scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # the loss scale that reduced gradients still carry
-        counted = [[group for group in core.stepped_groups if group.counts] for core in self.allied]
-        total = sum(self.runtime.reductions.square_sum(groups) for groups in counted) / scale**2
+        counted = [[group for group in core.reduced_groups if group.counts] for core in self.allied]
+        total = sum(self.runtime.reductions.square_sum(groups, without) for groups in counted) / scale**2
         watches, topology = [core.runtime.values for core in self.allied], self.runtime.topology
         fingerprints = [watch.fingerprint() for watch in watches]  # of what programs wrote: ranks compare them below
         # ranks along model axes see the same batches: with several places, weights are added up in each place, not over the world
         weights = (account.weight, account.unweighted) if len(topology.places) > 1 else ()
         form = struct.Struct(f"<{'d?' if weights else ''}{len(watches)}Q")
-        again = "" if account.clipped is None else " anew (it was not finite, or gradients were written since)"
+        again = "" if self._found() is None else " anew (it was not finite, or gradients were written since)"
         (total, weight, weighted, plain), told = self.world.compare(
             form.pack(*weights, *fingerprints), f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}",
             (total, account.weight, bool(account.weight), account.unweighted),
@@ -186,14 +228,15 @@ class OptimizerCore:
         self.runtime.attendance.tell("clip", max_norm)
         return self._clip(max_norm)
 
-    def _clip(self, max_norm: float | None, stepping: bool = False) -> float:
+    def _clip(self, max_norm: float | None, stepping: bool = False, without: Collection[int] = ()) -> float:
+        """Clip as `clip` does. without: ids of parameters of the model's other optimizers, whose gradients are not clipped."""
         found = self._known()
         if found is None:
             for core in self.allied:
                 core.runtime.flush()
-            norm, divisor = self.global_norm()
+            norm, divisor = self.global_norm(without)
         elif found.of_ally and found.max_norm == max_norm:  # the clip of another stage's core has scaled these gradients too
-            self.runtime.account.clipped = replace(found, of_ally=False)
+            self.runtime.account.clipped[self] = replace(found, of_ally=False)
             return found.norm
         else:
             norm, divisor = found.norm * found.coefficient, 1.0  # an earlier clip for this step has scaled the gradients
@@ -201,26 +244,42 @@ class OptimizerCore:
         if self._usable(norm) and max_norm is not None:
             coefficient = min(max_norm / (norm + 1e-6), 1.0)  # min() in this order keeps a NaN, as torch does
         for core in self.allied:
-            account, factor = core.runtime.account, coefficient / divisor
+            account = core.runtime.account
             if core._usable(norm):
-                with torch.no_grad():
-                    for group in core.stepped_groups if factor != 1.0 else ():
-                        group.gradients.scale(factor, stepping and core is self)
+                core._scale(coefficient, divisor, stepping and core is self, without)
                 account.undone(unscaled=core.runtime.progress.scaler is not None)
-            account.clipped = Clipped(norm, coefficient, max_norm, core._writes(), of_ally=core is not self)
+            clipped = Clipped(norm, coefficient, max_norm, core.runtime.gradient_writes(), of_ally=core is not self)
+            account.clipped |= dict.fromkeys([core] if without else [core, *core.cores], clipped)
         return norm
+
+    @torch.no_grad()
+    def _scale(self, coefficient: float, divisor: float, stepping: bool, without: Collection[int]) -> None:
+        """Divide all gradients by the divisor, and multiply those of parameters that are not in `without` by the coefficient."""
+        factor = coefficient / divisor
+        for group in self.reduced_groups if (coefficient, divisor) != (1.0, 1.0) else ():
+            part = group.parts(without) if without else None
+            if part is None:
+                group.gradients.scale(factor, stepping)
+                continue
+            if divisor != 1.0:
+                group.gradients.scale(1.0 / divisor)
+            if coefficient != 1.0:
+                group.change_gradients(part, lambda gradient: gradient.mul_(coefficient))
+
+    def _found(self) -> Clipped | None:
+        """Return the last clip for this optimizer's next step."""
+        return self.runtime.account.clipped.get(self)
 
     def _known(self) -> Clipped | None:
         """Return the last clip, if its norm is usable and gradients have not been written since; else None."""
-        found = self.runtime.account.clipped
-        return found if found is not None and self._usable(found.norm) and found.writes == self._writes() else None
+        found = self._found()
+        return (
+            found if found is not None and self._usable(found.norm) and found.writes == self.runtime.gradient_writes() else None
+        )
 
     def _usable(self, norm: float) -> bool:
         """Return True if a step is taken with gradients of this norm."""
         return math.isfinite(norm) or not (self.runtime.config.skip_nonfinite or self.runtime.progress.scaler is not None)
-
-    def _writes(self) -> list[int]:
-        return [group.grads.writes for group in self.runtime.groups if group.grads is not None]
 
     # -- step ------------------------------------------------------------------------------------------------
 
@@ -246,24 +305,31 @@ class OptimizerCore:
         if self.agree is not None:
             self.agree()
             self.agree = None
+        others = {key for each in runtime.optimizers if each.core is not self for key in each.core.group_of}
         if not self.stepped_groups and self.world is self.comm:
             self.comm.exchange(b"", "optimizer step without gradients")  # raises where other ranks do have gradients
-            runtime.attendance.steps += 1
-            return self.tally.note(StepRecord(0.0, 1.0, skipped=True))
+            runtime.attendance.steps += account.begins_step(self)
+            outside = any(self.outside)
+            if outside:
+                self.publish(self._update(True))
+            return self.tally.note(StepRecord(0.0, 1.0, skipped=not outside))
         scale = runtime.progress.loss_scale
-        found = account.clipped
+        found = self._found()
         if meets := self._known() is None and not (found is not None and found.refused):
-            undone = found is not None and not self._usable(found.norm)  # clip again: the first clip met inf or nan
-            self._clip(found.max_norm if found is not None and undone else runtime.config.max_grad_norm, stepping=True)
-        runtime.attendance.steps += 1
-        assert account.clipped is not None
-        norm, coefficient = account.clipped.norm, account.clipped.coefficient
-        account.clipped = None
+            if found is not None and not self._usable(found.norm):  # clip again: the first clip met inf or nan
+                self._clip(found.max_norm, stepping=True)
+            else:
+                self._clip(runtime.config.max_grad_norm, stepping=True, without=others)
+        begins = account.begins_step(self)
+        runtime.attendance.steps += begins
+        clipped = account.clipped.pop(self)
+        norm, coefficient = clipped.norm, clipped.coefficient
         if not self._usable(norm):
             return self._skip(norm, scale)
         self.publish(self._update(meets))
         self._skipped_in_a_row = 0
-        runtime.progress.note_step(skipped=False)
+        if begins:
+            runtime.progress.note_step(skipped=False)
         for follow in list(self.after_step.values()):
             follow()
         return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
@@ -273,7 +339,9 @@ class OptimizerCore:
         names = tuple(dict.fromkeys(name for core in self.allied for name in core._nonfinite_names()))
         for core in self.allied:
             if core is not self:
-                core.runtime.account.clipped = Clipped(norm, 1.0, None, core._writes(), of_ally=True, refused=True)
+                writes = core.runtime.gradient_writes()
+                core.runtime.account.clipped[core] = Clipped(norm, 1.0, None, writes, of_ally=True, refused=True)
+        self.runtime.account.stepped.discard(self)
         self.last_step = self.tally.note(StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale))
         self._skipped_in_a_row += 1
         self.runtime.progress.note_step(skipped=True)
@@ -289,7 +357,7 @@ class OptimizerCore:
 
     def _nonfinite_names(self) -> tuple[str, ...]:
         """Return "name (rank r)" for non-finite gradients: r has sent the value; "shard of rank r" if no sender is known."""
-        groups = self.stepped_groups
+        groups = self.reduced_groups
         senders = [sorted(group.gradients.culprits) for group in groups]
         mine = [
             (number, spec.name)
@@ -360,7 +428,13 @@ class OptimizerCore:
         stepped = [(run, run.tensor) for run in runs if run.tensor is not None]
         for run, leaf in stepped:
             leaf.grad = run.group.gradients.in_step(run.start, run.stop, leaf.dtype)
-        leaves = [[run.tensor for run in runs if run.tensor is not None and not run.whole] for runs in self.runs]
+        leaves = [
+            [
+                *(run.tensor for run in runs if run.tensor is not None and not run.whole),
+                *(p for p in outside if p.grad is not None),
+            ]
+            for runs, outside in zip(self.runs, self.outside, strict=True)
+        ]
         slabs = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
         step_together(self.inner, leaves, slabs, self.comm.device, self.comm.imagined and self.runtime.tiers.separate)
         for _, leaf in stepped:

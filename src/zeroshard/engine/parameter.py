@@ -213,7 +213,7 @@ class ParamHome(Home):
                 continue
             for home in own:
                 group.gradients.store(home.begin, home.fetch(True).mul_(factor))
-        runtime.account.clipped = None
+        runtime.account.clipped.clear()
         told = runtime.topology.world.exchange(bytes([found]), "torch.amp.GradScaler: are all gradients finite")
         return any(part[0] for part in told)
 
@@ -281,7 +281,7 @@ class ParamHome(Home):
 
     def adopt(self, hook: Callable) -> Callable:
         param = self.group.params[self.index]
-        found = other_optimizers([hook], self.group.runtime.optimizer)
+        found = other_optimizers([hook], self.group.runtime.known_optimizers)
         if id(param) in found:
             raise ConfigError(
                 f"{self.name}: this hook steps an optimizer of its own ({type(found[id(param)]).__name__}) in backward, before the "

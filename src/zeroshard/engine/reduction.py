@@ -28,7 +28,7 @@ import operator
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -299,9 +299,14 @@ class Reductions:
         self._next = first + [number for number in self._order if number not in first]
         self._agreed = True
 
-    def square_sum(self, groups: Iterable[ParamGroup]) -> float:
-        """Return the sum of squares of reduced shards, which still carry loss scale and weights. Each offloaded one is read once."""
-        buffers, streams = [group.gradients for group in groups], self.comm.streams
+    def square_sum(self, groups: Iterable[ParamGroup], without: Collection[int] = ()) -> float:
+        """Return the sum of squares of reduced shards, which still carry loss scale and weights. Each offloaded one is read once.
+
+        without: ids of parameters that are left out.
+        """
+        parts = {group: group.parts(without) for group in groups} if without else {}
+        pieces = [group.homes[index].fetch(gradient=True) for group, part in parts.items() if part is not None for index in part]
+        buffers, streams = [group.gradients for group in groups if parts.get(group) is None], self.comm.streams
         for grads in buffers:
             if grads.square_sum is None and grads.departure is not None:
                 grads.wait_at_rest()
@@ -309,7 +314,7 @@ class Reductions:
                 grads.square_sum = streams.square_sums([grads.rest.host(0, grads.rest.numel)])
         known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
         total = sum(value for value in known if isinstance(value, float))
-        total += streams.square_sums([grads.load() for grads in buffers if grads.square_sum is None])
+        total += streams.square_sums([*pieces, *(grads.load() for grads in buffers if grads.square_sum is None)])
         on_device = [value for value in known if isinstance(value, Tensor)]
         return total + (float(torch.stack(on_device).sum()) if on_device else 0.0)
 
@@ -421,6 +426,11 @@ class GradientBuffer:
         view = self._held_views[index]
         view.add_(grad) if self._held[index] else view.copy_(grad)
         self._held[index] = True
+
+    def unhold(self, indices: Iterable[int]) -> None:
+        """Drop the sums of some slots that zs.accumulate holds back."""
+        for index in indices:
+            self._held[index] = False
 
     def _release_held(self) -> None:
         if self._held_nbytes:

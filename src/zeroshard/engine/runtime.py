@@ -15,14 +15,16 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..config import Config
-from ..errors import ModelClosed, ShardedAccessError, ZeroshardError
+from ..errors import ConfigError, ModelClosed, ShardedAccessError, ZeroshardError
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
 from ..utils.autograd import ended, in_backward, leads_to_all, marked, memory_of, next_node, running_forward, transforming
@@ -31,6 +33,7 @@ from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, 
 from .auto_wrap import input_dtype
 from .freezing import Freezing
 from .gradient_account import GradientAccount
+from .inner_optimizer import members_of
 from .masters import masters_shown
 from .mixed_precision import Progress
 from .parameter import ParamHome
@@ -89,10 +92,11 @@ class Runtime:
         self.shows_masters = masters_shown.get()
         self.generator: torch.Generator | None = None  # of draws in place on sharded parameters; None: torch's default one
         self.shown: tuple[Any, tuple[Any, ...]] | None = None  # DeviceMesh and placements that sharded parameters show
-        self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
+        self.sharded_optimizers: list[Any] = []  # given to zs.shard or taken over since; ask `optimizers`
         self.awaiting: weakref.WeakSet[Any] = (
             weakref.WeakSet()
         )  # made since zs.shard and not used yet (assembly/late_optimizer.py)
+        self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # of these what `optimizers` has left as it is
         self.model_watch = ModelWatch()  # zs.shard sets one that notices
         self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
@@ -134,24 +138,59 @@ class Runtime:
         return bool(self.units) or self.closed
 
     @property
+    def optimizers(self) -> list[Any]:
+        """The model's sharded optimizers, in the order of their first parameters. Those made since zs.shard are taken over now."""
+        if self.awaiting and not (self.sharded_optimizers and set(self.awaiting) == set(self._left)):
+            if self._free() and len(self.awaiting) + len(self.sharded_optimizers) > 1:
+                collect_garbage()  # some may be garbage in circles, which ranks collect at different times
+            free = self._free()
+            held = Counter(key for each in free for key in members_of(each))
+            for optimizer in free:
+                if all(held[key] == 1 for key in members_of(optimizer)):  # else: the first that steps is taken
+                    optimizer.take_over()
+            self._left.clear()
+            self._left.update(self.awaiting)
+        return self.sharded_optimizers
+
+    @property
+    def known_optimizers(self) -> list[Any]:
+        """The model's sharded optimizers, without those of several that wait: each of these may be a hook's own."""
+        if len(self._free()) > 1:
+            collect_garbage()
+        return self.optimizers if len(self._free()) < 2 else self.sharded_optimizers
+
+    def _free(self) -> list[Any]:
+        """Return the optimizers made since zs.shard that have no parameter of one that is taken over."""
+        taken = {key for each in self.sharded_optimizers for key in each.core.group_of}
+        return [each for each in self.awaiting if not each.wraps_another and taken.isdisjoint(members_of(each))]
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add a sharded optimizer of some of the parameters."""
+        self.sharded_optimizers.append(optimizer)
+        self.sharded_optimizers.sort(key=lambda each: each.core.place)
+
+    def of_others(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Return the ids of the parameters that other optimizers of the model hold."""
+        others = [each for each in (*self.sharded_optimizers, *self.awaiting) if each is not optimizer]
+        return members_of(*others) - members_of(optimizer) if others else set()
+
+    @property
     def optimizer(self) -> Any:
-        """The model's sharded optimizer, or None. One that the program has made since zs.shard is taken over now."""
-        if self.sharded_optimizer is None and self.awaiting:
-            waiting = [each for each in self.awaiting if not each.wraps_another]
-            if len(waiting) > 1:  # some may be garbage in circles, which ranks collect at different times
-                del waiting
-                collect_garbage()
-                waiting = [each for each in self.awaiting if not each.wraps_another]
-            if len(waiting) == 1:  # of several, the first that steps is taken
-                waiting[0].take_over()
-        return self.sharded_optimizer
+        """The model's only sharded optimizer, or None. Raise ConfigError if it has several."""
+        if len(self.optimizers) > 1:
+            names = ", ".join(type(each).__name__ for each in self.sharded_optimizers)
+            raise ConfigError(
+                f"this model is stepped by {len(self.sharded_optimizers)} optimizers ({names}), and what was called serves one. Give zs.shard "
+                "one optimizer with a parameter group for each set of options (for Muon beside AdamW: zs.Muon)."
+            )
+        return self.sharded_optimizers[0] if self.sharded_optimizers else None
 
     def expected_optimizer(self) -> str:
         """Return the text of the error of a verb that needs an optimizer, where the model has none."""
         made = ", ".join(sorted(type(each).__name__ for each in self.awaiting)) or "none"
         return (
-            f"this model has no optimizer: expected one of its parameters, got {made}. Give zs.shard one, or make one after it, with a "
-            "parameter group for each set of options, and delete others of these parameters."
+            f"this model has no optimizer: expected one of its parameters, got {made}. Give zs.shard one, or make one after it, and delete "
+            "others of the same parameters."
         )
 
     def check_model(self) -> None:
@@ -437,7 +476,7 @@ class Runtime:
         if self.account.share != 1.0:
             self._scale_gradients(self.account.share)
             self.account.share = 1.0
-        self.account.clipped = None  # the result of an earlier clip no longer holds
+        self.account.change()
 
     def _await_end(self) -> Backward:
         """Return the running backward; a new one has autograd call `end_backward` at its end. Clear an earlier, failed one."""
@@ -611,11 +650,20 @@ class Runtime:
         if self.account.held:  # the same on every rank, while only some ranks may hold gradients
             self.reduce_all()
 
+    def gradient_writes(self) -> list[int]:
+        """Return the write counters of the gradients: they change whenever the program writes to one."""
+        return [group.grads.writes for group in self.groups if group.grads is not None]
+
     @torch.no_grad()
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, reduced ones and local sums held back; set_to_none=False: set reduced ones to zero instead."""
+    def zero_grad(self, set_to_none: bool = True, keep: Collection[int] = ()) -> None:
+        """Drop all gradients, reduced ones and local sums held back; set_to_none=False: set reduced ones to zero instead.
+
+        keep: ids of parameters that keep theirs.
+        """
         self.moved.check("gradients")
         self.recover()
+        if keep:
+            return self._zero_others(set_to_none, keep)
         for group in self.groups:
             if group.grads is None:
                 continue
@@ -627,6 +675,20 @@ class Runtime:
                 if group.grads.reduced:
                     group.grads.zero()
         self.forget_backwards(to_zeros=not set_to_none)
+
+    def _zero_others(self, set_to_none: bool, keep: Collection[int]) -> None:
+        before = self.gradient_writes()
+        for group in self.groups:
+            if group.grads is not None:
+                indices = [index for index, param in enumerate(group.params) if id(param) not in keep]
+                self.reductions.touched -= {group.specs[index].number for index in indices}
+                group.drop_gradients(indices, to_zeros=not set_to_none)
+        now = self.gradient_writes()
+        for core, found in self.account.clipped.items():  # a clip still holds for the gradients that are kept
+            if found.writes == before:
+                self.account.clipped[core] = replace(found, writes=now)
+        if not any(group.has_gradients for group in self.groups):
+            self.forget_backwards()
 
     def forget_backwards(self, to_zeros: bool = False) -> None:
         """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients themselves."""

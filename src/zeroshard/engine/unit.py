@@ -16,7 +16,7 @@ sharded parameters. A unit is in use while a forward runs inside it (`depth`), a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
@@ -216,8 +216,39 @@ class ParamGroup:
             grads.store(home.begin, place)
         grads.reduced = grads.reduced or value is not None
         self.active[index] = value is not None
-        if value is None and not any(any(g.active) or (g.grads is not None and g.grads.holds) for g in self.runtime.groups):
+        if value is None and not any(group.has_gradients for group in self.runtime.groups):
             self.runtime.forget_backwards()  # the program has set every p.grad = None: the same as zero_grad
+
+    def parts(self, without: Collection[int]) -> list[int] | None:
+        """Return the parameters with gradients that are not in `without` (ids); None if none of those with gradients is in it."""
+        active = [index for index, active in enumerate(self.active) if active]
+        left = [index for index in active if id(self.params[index]) not in without]
+        return None if len(left) == len(active) else left
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if some parameter has a gradient, or a sum that is held back."""
+        return any(self.active) or (self.grads is not None and self.grads.holds)
+
+    def drop_gradients(self, indices: Collection[int], to_zeros: bool) -> None:
+        """Drop the gradients of some parameters, reduced ones and sums held back; to_zeros: set reduced ones to zero instead."""
+        self.gradients.unhold(indices)
+        dropped = [index for index in indices if self.active[index]]
+        for index in indices if not to_zeros else ():
+            self.active[index] = False
+        if to_zeros or self.has_gradients:
+            self.change_gradients(dropped, torch.Tensor.zero_)  # the next backward adds to these
+        else:
+            self.gradients.drop()
+
+    def change_gradients(self, indices: Iterable[int], change: Callable[[Tensor], Tensor]) -> None:
+        """Change the reduced gradients of some parameters in place."""
+        for index in indices:
+            home, slot, grads = self.homes[index], self.layout.slots[index], self.gradients
+            if grads.replicated and grads.carry is None:  # else its place has local sums
+                change(grads.full[slot.offset : slot.stop])
+            else:
+                grads.store(home.begin, change(grads.load(home.begin, home.end)))
 
     def refuse_gradient_write(self) -> None:
         """Raise ZeroshardError where ranks whose data has ended could not write their slices of the gradient."""

@@ -31,14 +31,14 @@ ONE_OPTIMIZER = (
 )
 
 
-def other_optimizers(roots: Iterable[object], optimizer: torch.optim.Optimizer | None) -> dict[int, torch.optim.Optimizer]:
+def other_optimizers(roots: Iterable[object], optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
     """Return id of each parameter -> the optimizer that holds it, for optimizers that `roots` refer to.
 
-    Leave out `optimizer` and optimizers that wrap it. Search closures, defaults and globals of functions, bound objects, partial
+    Leave out `optimizers` and others that wrap one of them. Search closures, defaults and globals of functions, bound objects, partial
     functions and containers.
     """
     found: dict[int, torch.optim.Optimizer] = {}
-    own = {id(group) for group in optimizer.param_groups} if optimizer is not None else set()
+    own = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
     stack = [(root, 0) for root in roots]
     while stack and len(seen) < _MOST:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class WriteGate:
     """The gate of one model. Who writes calls `before` first, a step `invalidate` and `refresh`; who reads states calls `wait`.
 
-    delayed: the delayed update; stepper: the stepper of a step on the host. The optimizer's core sets both, if used.
+    delayed: the delayed update; steppers: those of steps on the host. The optimizers' cores add theirs, if used.
     saver: the background saver of checkpoints, from the first save on.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.delayed: Any = None
-        self.stepper: Any = None
+        self.steppers: list[Any] = []
         self.saver: Any = None
 
     def wait(self, *units: Unit) -> None:
@@ -52,19 +52,22 @@ class WriteGate:
     def before(self, *units: Unit) -> None:
         """Prepare for a write, other than by a step, to values of `units`, to masters or to states."""
         self.wait(*units)
-        if self.stepper is not None:
-            self.stepper.drop_ahead()
+        self._drop_ahead()
 
     def refresh(self, groups: Iterable[ParamGroup]) -> None:
         """Wait as `wait` does, then copy what the program has written to parameters since the last step into their masters."""
         self.wait()
         for group in groups:
             if group.masters.outdated():
-                if self.stepper is not None:
-                    self.stepper.drop_ahead()
+                self._drop_ahead()
                 group.masters.follow()
 
     def read_ahead(self) -> None:
         """Continue to read the next step's states ahead; the runtime calls this during forward and backward."""
-        if self.stepper is not None and not (self.delayed is not None and self.delayed.running):
-            self.stepper.read_ahead()
+        if self.steppers and not (self.delayed is not None and self.delayed.running):
+            for stepper in self.steppers:
+                stepper.read_ahead()
+
+    def _drop_ahead(self) -> None:
+        for stepper in self.steppers:
+            stepper.drop_ahead()

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..engine.optimizer import OptimizerCore, plain_options, take_options
 from ..engine.runtime import Runtime
-from ..errors import ZeroshardError
+from ..errors import ConfigError, ZeroshardError
 from .attendance import AttendanceRecord
 
 Batch = TypeVar("Batch")
@@ -27,6 +27,12 @@ Batch = TypeVar("Batch")
 def joining(runtime: Runtime) -> Iterator[None]:
     """Run a training loop inside, then take part in the other ranks' loops until all have ended (collective)."""
     attendance = record_of(runtime)
+    if len(runtime.optimizers) > 1:
+        names = ", ".join(type(each).__name__ for each in runtime.optimizers)
+        raise ConfigError(
+            f"zs.join serves a model with one optimizer, and this one has {names}: use zs.stop_together(model, loader), or one optimizer "
+            "with a parameter group for each set of options."
+        )
     if attendance.joined:
         raise ZeroshardError("zs.join inside zs.join of the same model: one around the training loop is enough.")
     attendance.joined = True

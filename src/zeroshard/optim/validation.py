@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 
 import torch
@@ -37,10 +37,14 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec], delayed: bool) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec], delayed: bool, others: Sequence[torch.optim.Optimizer] = (), *,
+    outside: bool = False,
+) -> None:  # fmt: skip
     """Raise ConfigError unless this optimizer's steps on shards of these parameters equal its steps on whole ones.
 
-    optimizer: None if the model has none; hooks on parameters may still step others. delayed: Config.delayed_update is set.
+    optimizer: None if the model has none; hooks on parameters may still step others. delayed: Config.delayed_update is set. others:
+    further optimizers of the model. outside: its groups may have parameters that are not the model's.
     """
     if optimizer is not None:
         _check_elementwise(optimizer)
@@ -54,16 +58,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, specs: list[ParamSp
         known = {id(spec.original) for spec in specs}
         for number, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
-                if id(param) not in known:
+                if id(param) not in known and not outside:
                     raise ConfigError(
                         f"the optimizer's group {number} holds a parameter (position {position}, shape "
                         f"{tuple(param.shape)}) that is not the model's. Build the optimizer from the parameters of the "
-                        "model that you shard; one optimizer per sharded model."
+                        "model that you shard. For ordinary parameters beside these: zs.shard(model), and make the optimizer after it."
                     )
     # hooks on parameters may step other optimizers in backward
     hooked = [spec for spec in specs if post_accumulate_hooks(spec.original) or hasattr(spec.original, _IN_BACKWARD)]
     roots: list[object] = [hook for spec in hooked for hook in post_accumulate_hooks(spec.original).values()]
-    found = other_optimizers([*roots, *(getattr(spec.original, _IN_BACKWARD, None) for spec in hooked)], optimizer)
+    found = other_optimizers(
+        [*roots, *(getattr(spec.original, _IN_BACKWARD, None) for spec in hooked)],
+        [each for each in (optimizer, *others) if each is not None],
+    )
     stepped = [spec for spec in hooked if id(spec.original) in found]
     if stepped:
         classes = sorted({type(found[id(spec.original)]).__name__ for spec in stepped})
@@ -157,14 +164,14 @@ def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]],
     changes = [] if len(now) == len(members) else [f"there are {len(now)} groups, then there were {len(members)}"]
     for number, (params, then) in enumerate(zip(now, members, strict=False)):
         before, after = {id(p): p for p in then}, {id(p): p for p in params}
-        gone = [names[key] for key in before.keys() - after.keys()]
+        gone = [names.get(key, f"a tensor of shape {tuple(before[key].shape)}") for key in before.keys() - after.keys()]
         new = [names.get(key, f"a tensor of shape {tuple(after[key].shape)}") for key in after.keys() - before.keys()]
         changes += [f"group {number} is without {', '.join(sorted(gone)[:5])}"] if gone else []
         changes += [f"group {number} has {', '.join(sorted(new)[:5])}"] if new else []
     if changes:
         raise ConfigError(
             f"optimizer.param_groups: expected the same parameters as at zs.shard(), but {'; '.join(changes)}. zs.shard() fixes which "
-            "parameters each group steps: change groups before it (optimizer.add_param_group). To leave a parameter unchanged, give it "
+            "parameters each group steps: add others as a group (optimizer.add_param_group). To leave a parameter unchanged, give it "
             "a group with lr=0 and weight_decay=0, drop its gradient (p.grad = None), or set requires_grad=False before "
             "zs.shard()."
         )

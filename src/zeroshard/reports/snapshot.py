@@ -110,15 +110,17 @@ def snapshot_of(runtime: Runtime) -> Snapshot:
     """Return a snapshot of this rank (not collective). Raise ConfigError for an optimizer made since zs.shard that is refused."""
     ledger = runtime.tiers.ledger
     held = {tier: dict(now) for tier, now in ((Tier.DEVICE, ledger.now), *ledger.elsewhere.items())}
-    optimizer = runtime.optimizer  # one that was made since zs.shard is taken over here
-    core: OptimizerCore | None = None if optimizer is None else optimizer.core
-    plain = 0.0  # bytes for an element of states that the inner optimizer keeps itself, from those that exist
-    for tensor, entries in list(core.inner.state.items())[:1] if core is not None else ():
-        plain = float(sum(column.itemsize for column in state_tensors({tensor: entries})))
-    runs = [run for run in core.all_runs if run.offloaded and run.numel] if core is not None else []
-    found = {id(group): _group(group, runtime, core, plain) for group in runtime.groups}
+    cores: list[OptimizerCore] = [each.core for each in runtime.optimizers]  # those made since zs.shard are taken over here
+    plain = dict[int, float]()  # id of a parameter -> bytes for an element of states that its inner optimizer keeps itself
+    for core in cores:
+        kept = 0.0  # from those that exist
+        for tensor, entries in list(core.inner.state.items())[:1]:
+            kept = float(sum(column.itemsize for column in state_tensors({tensor: entries})))
+        plain |= dict.fromkeys(core.group_of, kept)
+    runs = [run for core in cores for run in core.all_runs if run.offloaded and run.numel]
+    found = {id(group): _group(group, runtime, plain if cores else None) for group in runtime.groups}
     return Snapshot(
-        runtime.comm.rank, runtime.comm.world_size, runtime.config, runtime.tiers.separate, runtime.input_dtype, core is not None,
+        runtime.comm.rank, runtime.comm.world_size, runtime.config, runtime.tiers.separate, runtime.input_dtype, bool(cores),
         steps=runtime.progress.steps,
         units=tuple((unit.name, tuple(found[id(group)] for group in unit.groups)) for unit in runtime.units),
         host_runs=tuple((found[id(run.group)], run.numel) for run in runs),
@@ -129,21 +131,25 @@ def snapshot_of(runtime: Runtime) -> Snapshot:
     )  # fmt: skip
 
 
-def _group(group: ParamGroup, runtime: Runtime, core: OptimizerCore | None, plain: float) -> GroupSnapshot:
-    """Return the snapshot of a group. plain: bytes for an element of states that the inner optimizer keeps itself, by its first."""
+def _group(group: ParamGroup, runtime: Runtime, plain: dict[int, float] | None) -> GroupSnapshot:
+    """Return the snapshot of a group. plain: id of a parameter that is stepped -> bytes for an element of states that its inner
+    optimizer keeps itself; None if the model has no optimizer."""
     layout, values, grads, masters = group.layout, group.values, group.grads, group.masters
-    separate, steps = runtime.tiers.separate, grads is not None and core is not None
-    stepped = core.group_of if core is not None and steps else {}
+    separate, steps = runtime.tiers.separate, grads is not None and plain is not None
+    stepped = plain if plain is not None and steps else {}
+    each = [(s.numel, stepped[id(p)]) for p, s in zip(group.params, layout.slots, strict=True) if id(p) in stepped]
+    numel = sum(count for count, _ in each)
+    kept = sum(count * nbytes for count, nbytes in each) / numel if numel else max((plain or {}).values(), default=0.0)
     columns = sum(column.nbytes / column.numel for column in group.columns.values())  # 0 before the first step
     return GroupSnapshot(
         numel=layout.true_numel, aligned_numel=sum(round_up(slot.numel, layout.alignment) for slot in layout.slots),
         shard_numel=layout.shard_numel, ranks=group.comm.world_size, dtype=values.dtype, sharded=not values.replicated,
         gradient=None if grads is None else grads.dtype, gradient_tier=Tier.DEVICE if grads is None else grads.rest.tier,
         stepped=masters.stepped.dtype,
-        stepped_params=tuple(s.numel for p, s in zip(group.params, layout.slots, strict=True) if id(p) in stepped),
+        stepped_params=tuple(count for count, _ in each),
         states_tier=group.offload.tier, coded=group.plan.coded,
         master_nbytes=0 if masters.rest is None else masters.rest.nbytes_of(1),
-        states_nbytes=0.0 if grads is None else columns if group.columns or group.plan.coded else plain,
+        states_nbytes=0.0 if grads is None else columns if group.columns or group.plan.coded else kept,
         sent=_sent(group, runtime.config),
         moved_by_pass=_by_link(_moves_of_pass(group, separate), separate),
         moved_by_step=_by_link(_moves_of_step(group, columns) if steps else (), separate),

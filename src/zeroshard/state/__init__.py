@@ -1,7 +1,7 @@
 """Access to the states of a sharded model by name, whatever their placement, tier and form of rest."""
 
 from .parameter_access import ParameterPart, gradient_of, state_of, value_of
-from .state_loading import Restoring, SavedState
+from .state_loading import Restoring, Restorings, SavedState
 from .tensor_reader import (
     CHUNK_NBYTES,
     Bulk,
@@ -19,6 +19,7 @@ __all__ = [
     "Bulk",
     "ParameterPart",
     "Restoring",
+    "Restorings",
     "SavedState",
     "Stored",
     "StoredBoxes",

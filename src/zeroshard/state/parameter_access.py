@@ -200,8 +200,8 @@ class OptimizerStatePart(ParameterPart):
 
     @property
     def _core(self) -> OptimizerCore | None:
-        optimizer = self.group.runtime.optimizer
-        return None if optimizer is None else optimizer.core
+        cores = [optimizer.core for optimizer in self.group.runtime.optimizers]
+        return next((core for core in cores if id(self.param) in core.group_of), cores[0] if cores else None)
 
     def _entries(self) -> State:
         """Return all optimizer states of this parameter."""

@@ -255,9 +255,8 @@ def _listed(
     ):
         expected = f"'value', 'master', 'optimizer', 'optimizer:NAME' or 'average:NUMBER' ({len(averages)} averages)"
         raise ConfigError(f"engine.slices: kind: expected {expected}, got {kind!r}.")
-    if what == "optimizer" and runtime.sharded_optimizer is not None:
-        core = runtime.sharded_optimizer.core
-        for run in (run for runs in core.runs for run in runs):
+    for core in (each.core for each in runtime.sharded_optimizers) if what == "optimizer" else ():
+        for run in core.all_runs:
             state = run.states.load()
             for index in run.indices:
                 for key in state if not name else state.keys() & {name}:

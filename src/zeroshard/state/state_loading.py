@@ -178,6 +178,28 @@ class Restoring:
         return (0, run.group.layout.slots[index].numel) if self.core.replicated else (home.start, home.stop)
 
 
+class Restorings:
+    """The loads of all of a model's optimizers as one."""
+
+    def __init__(self, loads: list[Restoring]) -> None:
+        self.loads = loads
+
+    @property
+    def all_noted(self) -> bool:
+        """True if `note` registers the reads of all states."""
+        return all(load.all_noted for load in self.loads)
+
+    def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
+        """Allocate states, and register reads into them, for each optimizer."""
+        for load in self.loads:
+            load.note(bulk, has)
+
+    def put(self, write_over: bool = False) -> None:
+        """Replace the states of each optimizer."""
+        for load in self.loads:
+            load.put(write_over)
+
+
 def scalars_for(run: Run, options: Options, saved: SavedState) -> State:
     """Return a parameter's saved scalars (counters and the like), moved to the device where the run's step needs them.
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..engine.inner_optimizer import State, hashable
+from ..engine.inner_optimizer import State, fresh, hashable, inner_copy
 from ..engine.runs import Run
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError, ModelClosed
@@ -103,7 +103,9 @@ class ParameterState(_HandsOn):
 class StateByParameter(_HandsOn):
     """The states of all parameters. A parameter without states has an empty dict, as in torch."""
 
-    def __missing__(self, param: Tensor) -> ParameterState:
+    def __missing__(self, param: Tensor) -> dict:
+        if self._core is not None and _is_outside(self._core, param):
+            return self._core.inner.state[param]
         entries = ParameterState()
         if self._core is not None:
             entries.bind(self._core, param)
@@ -148,6 +150,15 @@ def state_by_param(core: OptimizerCore, whole: type[Tensor] = Tensor) -> dict[Te
             views = {key: _view(core, run, index, value, whole) for key, value in state.items()}
             result[run.group.params[index]] = views
     return result
+
+
+def outside_states(core: OptimizerCore) -> dict[Tensor, State]:
+    """Return the states of the optimizer's parameters that are not the model's: the dicts themselves, as in torch."""
+    return {param: core.inner.state[param] for params in core.outside for param in params if core.inner.state.get(param)}
+
+
+def _is_outside(core: OptimizerCore, param: object) -> bool:
+    return any(param is other for params in core.outside for other in params)
 
 
 def entries_of(core: OptimizerCore, param: Tensor) -> State:
@@ -210,6 +221,20 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
     for group, index in [(each, index) for each in groups for index in range(len(each.params))]:
         _note(core, group, index, True, sorted(states.get(id(group.params[index]), {}).items(), key=lambda item: str(item[0])))
     Restoring(core, saved).put()
+    _load_outside(core, states)
+
+
+def _load_outside(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) -> None:
+    """Replace the states of parameters that are not the model's, by a plain optimizer's load."""
+    if not any(core.outside):
+        return
+    plain = inner_copy(core.inner)
+    plain.param_groups = [{**group, "params": own} for group, own in zip(plain.param_groups, core.outside, strict=True)]
+    told, params = plain.state_dict(), [param for own in core.outside for param in own]
+    plain.load_state_dict({**told, "state": {number: fresh(dict(states.get(id(p)) or {})) for number, p in enumerate(params)}})
+    for param in params:
+        core.inner.state.pop(param, None)
+    core.inner.state.update({param: entries for param, entries in plain.state.items() if entries})
 
 
 def _note(core: OptimizerCore, group: ParamGroup, index: int, anew: bool, *given: object) -> None:
@@ -218,9 +243,12 @@ def _note(core: OptimizerCore, group: ParamGroup, index: int, anew: bool, *given
         group.masters.note(index, trace_of(*given), anew, "states")
 
 
-def replace(core: OptimizerCore, param: Tensor, entries: State) -> ParameterState:
+def replace(core: OptimizerCore, param: Tensor, entries: State) -> dict:
     """Replace all states of one parameter ({}: drop them); return the dict for `optimizer.state[param]`."""
     given = {key: _kept(value) for key, value in entries.items()}  # a state may be given under another's name
+    if _is_outside(core, param):
+        core.inner.state[param] = given
+        return given
     shown = _find(core, param)[0].states.load() if given or id(param) in core.group_of else {}
     for key in [key for key in shown if key not in given]:
         remove_entry(core, param, key)

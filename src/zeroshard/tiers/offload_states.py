@@ -195,7 +195,7 @@ def _memories(runtime: Runtime) -> list[Memory]:
             found += _resting("gradients", GRADIENTS, grads.rest, grads.reduced)
             found += _resting("gradients", GRADIENTS, grads.twin, kept=False)
     whole: dict[int, Memory] = {}  # by storage: the states of split runs are views of one, and some of these may be dropped
-    for state in state_tensors(runtime.optimizer.core.inner.state) if runtime.optimizer is not None else []:
+    for state in (state for each in runtime.optimizers for state in state_tensors(each.core.inner.state)):
         storage = state.untyped_storage()
         flat = state.new_empty(0).set_(storage)
         unused = Memory("optimizer", OPTIMIZER, flat, Tier.DEVICE, unused_nbytes=flat.nbytes)
@@ -211,8 +211,8 @@ def _give_back_buffers(runtime: Runtime) -> None:
     tiers = runtime.tiers
     for pool in tiers.every_pool:
         pool.give_back()
-    if runtime.gate.stepper is not None:
-        runtime.gate.stepper.give_back()
+    for stepper in runtime.gate.steppers:
+        stepper.give_back()
     if runtime.gate.saver is not None and (runtime.gate.saver.last is None or runtime.gate.saver.last.done()):
         runtime.gate.saver.pool.give_back()
     for held in vars(runtime.model).values():  # such as activation checkpoints, attached before or after zs.shard

@@ -58,8 +58,8 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
         hooks.detach(runtime)
         for optimizer in list(runtime.awaiting):
             optimizer.give_back()
-    if runtime.sharded_optimizer is not None:
-        runtime.sharded_optimizer.core.close()
+    for optimizer in runtime.sharded_optimizers:
+        optimizer.core.close()
     for group in runtime.groups:
         if group.grads is not None:
             group.grads.close()

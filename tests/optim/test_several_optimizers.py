@@ -1,0 +1,714 @@
+"""Several optimizers of one sharded model, parameters that are not the model's in one of them, and groups that are added later.
+
+The same loop runs sharded and in one plain process, and weights and states are equal: bit for bit, but where a norm is added up in
+another order.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import differences, seeded
+from optimizers import DATA, MODEL, STAGES, WORLD
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.engine.runtime import runtime_of
+from zeroshard.testing import run_threads
+
+Loop = Callable[..., None]
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Matrices and the rest, as programs divide a model."""
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1), torch.optim.AdamW(rest, lr=0.01)]
+
+
+def by_depth(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The first layers, and the last."""
+    *first, last = model.layers
+    return [
+        torch.optim.SGD([p for layer in first for p in layer.parameters()], lr=0.1, momentum=0.9),
+        torch.optim.AdamW([model.gain, *last.parameters()], lr=0.01),
+    ]
+
+
+def interleaved(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Weights and biases, so that both have parameters in each unit."""
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.AdamW(matrices, lr=0.01), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+
+def backward(model, batches):
+    """Add the mean gradient over the ranks' batches to what is there."""
+    earlier = {param: param.grad for param in model.parameters()} if len(batches) > 1 else {}
+    for param in earlier:
+        param.grad = None
+    for batch in batches:
+        model(*batch).backward()
+    for param, grad in earlier.items():
+        if param.grad is not None:
+            param.grad.mul_(1.0 / len(batches))
+            param.grad = param.grad if grad is None else grad + param.grad
+
+
+def steps(model, optimizers, batches, clip=None):
+    for number in range(4):
+        backward(model, batches(number))
+        if clip is not None:
+            clip(model)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def in_turn(model, optimizers, batches):
+    """Each drops its gradients right after its step, while the other's are still to be used."""
+    for number in range(4):
+        backward(model, batches(number))
+        for optimizer in optimizers if number % 2 else reversed(optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def alternating(model, optimizers, batches):
+    """As GANs do: one steps, with gradients that add up in the other's parameters until that drops them."""
+    for number in range(4):
+        optimizer = optimizers[number % 2]
+        optimizer.zero_grad()
+        backward(model, batches(number))
+        optimizer.step()
+
+
+def adding_up(model, optimizers, batches):
+    """The second steps after every second backward, with the sum of two; the first after each."""
+    first, second = optimizers
+    for number in range(4):
+        backward(model, batches(number))
+        first.step()
+        first.zero_grad(set_to_none=number % 2 == 0)
+        if number % 2:
+            second.step()
+            second.zero_grad()
+
+
+def named(model, optimizers):
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {
+        f"{names[id(param)]} {key}": value.full_tensor() if hasattr(value, "full_tensor") else value
+        for optimizer in optimizers
+        for param, entries in optimizer.state.items()
+        for key, value in entries.items()
+        if id(param) in names and isinstance(value, torch.Tensor)
+    }
+
+
+def plain(make, loop: Loop, prepare=lambda model: None):
+    model = copy.deepcopy(MODEL)
+    prepare(model)
+    optimizers = make(model)
+    loop(model, optimizers, lambda number: DATA[number % 4][0])
+    return model.state_dict(), {name: value.detach() for name, value in named(model, optimizers).items()}
+
+
+def sharded(rank, make, loop: Loop, prepare=lambda model: None, **options):
+    model = copy.deepcopy(MODEL)
+    prepare(model)
+    zs.shard(model, **options)
+    optimizers = make(model)
+    loop(model, optimizers, lambda number: [DATA[number % 4][0][rank]])
+    found = zs.full_optimizer_state(model)
+    states = {
+        f"{name} {key}": value for name, each in found.items() for key, value in each.items() if isinstance(value, torch.Tensor)
+    }
+    shown = named(model, optimizers)
+    assert shown.keys() == states.keys()
+    weights = zs.full_state_dict(model, masters=True)
+    zs.close(model)
+    return weights, states
+
+
+def check(make, loop: Loop, *, close: bool = False, **options) -> None:
+    expected = plain(make, loop)
+    for got in run_threads(WORLD, functools.partial(sharded, make=make, loop=loop, **options)):
+        for mine, wanted in zip(got, expected, strict=True):
+            if close:
+                assert mine.keys() == wanted.keys()
+                for name, value in wanted.items():
+                    torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-6, msg=name)
+            else:
+                assert not differences(mine, wanted), options
+
+
+MAKES = [muon_and_adamw, by_depth, interleaved]
+LOOPS = [steps, in_turn, alternating, adding_up]
+
+
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_every_stage_equals_two_optimizers_of_one_process(make, loop):
+    for stage in STAGES:
+        check(make, loop, stage=stage)
+
+
+OPTIONS = [
+    {"stage": 2, "offload_optimizer": "cpu"}, {"stage": 3, "offload_optimizer": "cpu", "offload_gradient": "cpu", "offload_param": "cpu"},
+    {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_tiers(options, tmp_path):
+    for make in (interleaved, muon_and_adamw):
+        for loop in (steps, in_turn, adding_up):
+            check(make, loop, offload_path=str(tmp_path), **options)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_given_to_zs_shard_and_one_made_after_it(stage):
+    expected = plain(interleaved, in_turn)
+
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        given, _ = interleaved(model)
+        zs.shard(model, given, stage=stage)
+        in_turn(model, [given, interleaved(model)[1]], lambda number: [DATA[number][0][rank]])
+        return zs.full_state_dict(model)
+
+    for got in run_threads(WORLD, rank_run):
+        assert not differences(got, expected[0])
+
+
+# -- beside one optimizer with two groups ----------------------------------------------------------------------------
+
+
+def one_of_two_groups(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.AdamW([{"params": matrices, "lr": 0.02}, {"params": rest, "weight_decay": 0.2}], lr=0.01)]
+
+
+def two_of_one_class(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.AdamW(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01, weight_decay=0.2)]
+
+
+def by_weight(model, optimizers, batches):
+    """Two backwards of a step, each with a weight; both zs.clip_grad_norm_ and gradients that are held back."""
+    for number in range(4):
+        with zs.accumulate(model):
+            zs.backward(model, model(*batches(number)[0]), weight=3.0)
+        zs.backward(model, model(*batches(number + 1)[0]), weight=1.0)
+        zs.clip_grad_norm_(model, 0.3)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+FORMS = [
+    {"precision": "bf16"}, {"precision": "bf16", "master_weights": "split"}, {"precision": "bf16", "offload_optimizer": "cpu"},
+    {"precision": "bf16", "gradient_dtype": "bf16"}, {"optimizer_states": zs.StateFormat("int8", min_numel=10, block=32)},
+    {"optimizer_states": zs.StateFormat("int8", min_numel=10, block=32), "offload_optimizer": "cpu"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_precisions_and_forms_equal_one_optimizer_of_two_groups(options):
+    for stage in STAGES if "offload_optimizer" not in options else (1, 3):
+        for loop in (steps, by_weight):
+            two, one = (
+                run_threads(WORLD, functools.partial(sharded, make=make, loop=loop, stage=stage, **options))
+                for make in (two_of_one_class, one_of_two_groups)
+            )
+            for mine, wanted in zip(two, one, strict=True):
+                for values, expected in zip(mine, wanted, strict=True):
+                    assert not differences(values, expected), (stage, loop.__name__)
+
+
+def test_each_counts_as_one_step_of_the_model():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        optimizers = interleaved(model)
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        found = [runtime_of(model).progress.steps]
+        optimizers[0].step()  # without gradients
+        alternating(model, optimizers, lambda number: [DATA[number][0][rank]])
+        return [*found, runtime_of(model).progress.steps]
+
+    assert run_threads(WORLD, rank_run) == [[4, 8]] * WORLD
+
+
+# -- clipping, GradScaler, schedulers ----------------------------------------------------------------------------------
+
+
+def torchs_clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+
+
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_clipping_of_all_before_both_steps(make):
+    expected = plain(make, functools.partial(steps, clip=torchs_clip))
+    for stage in STAGES:
+        for clip in (torchs_clip, lambda model: zs.clip_grad_norm_(model, 0.2)):
+            for got in run_threads(
+                WORLD, functools.partial(sharded, make=make, loop=functools.partial(steps, clip=clip), stage=stage)
+            ):
+                for mine, wanted in zip(got, expected, strict=True):
+                    for name, value in wanted.items():
+                        torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6, msg=f"{stage} {name}")
+
+
+def clip_own(params, *args):
+    torch.nn.utils.clip_grad_norm_(params, 0.1)
+
+
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("loop", [steps, in_turn, alternating, adding_up], ids=lambda loop: loop.__name__)
+def test_max_grad_norm_clips_what_an_optimizer_steps(make, loop):
+    def clipping(model):
+        """Let each optimizer of a plain model clip its own gradients in its step."""
+        optimizers = make(model)
+        for optimizer in optimizers:
+            own = [param for group in optimizer.param_groups for param in group["params"]]
+            optimizer.register_step_pre_hook(functools.partial(clip_own, own))
+        return optimizers
+
+    expected = plain(clipping, loop)
+    for stage in STAGES:
+        for got in run_threads(WORLD, functools.partial(sharded, make=make, loop=loop, stage=stage, max_grad_norm=0.1)):
+            for mine, wanted in zip(got, expected, strict=True):
+                for name, value in wanted.items():
+                    torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5, msg=f"{stage} {name}")
+
+
+def scaled_loop(clips: bool) -> Loop:
+    def loop(model, optimizers, batches):
+        """GradScaler; in step 1 the gradient of a bias is not finite, and so its optimizer alone is skipped."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        for number in range(4):
+            for count, batch in enumerate(batches(number), 1):
+                hook = (
+                    model.layers[0].bias.register_hook(lambda grad: grad * float("inf")) if number == 1 and count == 1 else None
+                )
+                scaler.scale(model(*batch) / len(batches(number))).backward()
+                if hook is not None:
+                    hook.remove()
+            for optimizer in optimizers if clips and number != 1 else ():
+                scaler.unscale_(optimizer)
+            if clips and number != 1:
+                torchs_clip(model)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        assert scaler.get_scale() == 64.0
+
+    return loop
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_grad_scaler(make, clips):
+    for stage in STAGES:
+        check(make, scaled_loop(clips), close=True, stage=stage)
+
+
+def test_each_has_its_scheduler_and_its_skipped_steps():
+    """A gradient that is not finite skips the step of the optimizer that has it; schedulers of the other advance."""
+
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=3)
+        optimizers = interleaved(model)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+        for number in range(3):
+            backward(model, [DATA[number][0][rank]])
+            if number == 1:
+                model.layers[1].bias.grad = torch.full((7,), float("nan"))
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+            assert [optimizer.last_step.skipped for optimizer in optimizers] == [False, number == 1]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        return [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+
+    assert run_threads(WORLD, rank_run) == [[0.01 / 8, 0.1 / 4]] * WORLD
+
+
+@pytest.mark.parametrize("options", [*({"stage": stage} for stage in STAGES), {"stage": 2, "offload_gradient": "cpu"}], ids=str)
+def test_zero_grad_drops_those_of_its_own_parameters(options):
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, **options)
+        first, second = interleaved(model)
+        backward(model, [DATA[0][0][rank]])
+        before = {name: grad.clone() for name, grad in zs.full_gradients(model).items()}
+        first.zero_grad()
+        now = zs.full_gradients(model)
+        assert all((now[name] is None) == (before[name].dim() == 2) for name in now)
+        assert all(torch.equal(now[name], before[name]) for name in now if now[name] is not None)
+        first.step()
+        assert first.last_step.skipped and not first.state_dict()["state"]
+        second.zero_grad(set_to_none=False)
+        assert all(
+            not param.grad.full_tensor().any() if options["stage"] else not param.grad.any()
+            for param in second.param_groups[0]["params"]
+        )
+        second.zero_grad()
+        assert all(param.grad is None for param in model.parameters())
+        with zs.accumulate(model):
+            backward(model, [DATA[0][0][rank]])
+            first.zero_grad()
+        backward(model, [DATA[0][0][rank]])
+        for name, grad in zs.full_gradients(model).items():
+            torch.testing.assert_close(grad, before[name] * (1 if grad.dim() == 2 else 2))
+        for to_none in (True, False):  # sums are held back over reduced gradients
+            with zs.accumulate(model):
+                backward(model, [DATA[0][0][rank]])
+                first.zero_grad(to_none)
+            backward(model, [DATA[0][0][rank]])
+        for name, grad in zs.full_gradients(model).items():
+            torch.testing.assert_close(grad, before[name] * (1 if grad.dim() == 2 else 6))
+
+    run_threads(WORLD, rank_run)
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_state_dicts_of_each_go_round(make, stage):
+    """Those of a plain process load, and those of the sharded optimizers do."""
+    model = copy.deepcopy(MODEL)
+    optimizers = make(model)
+    steps(model, optimizers, lambda number: DATA[number][0])
+    weights, told = copy.deepcopy(model.state_dict()), [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    steps(model, optimizers, lambda number: DATA[number][0])
+
+    def rank_run(rank):
+        sharded = copy.deepcopy(MODEL)
+        sharded.load_state_dict(weights)
+        zs.shard(sharded, stage=stage)
+        mine = make(sharded)
+        for _ in range(2):
+            for optimizer, state in zip(mine, told, strict=True):
+                optimizer.load_state_dict(state)
+            again = [optimizer.state_dict() for optimizer in mine]
+            steps(sharded, mine, lambda number: [DATA[number][0][rank]])
+            found = zs.full_state_dict(sharded)
+            sharded.load_state_dict(weights)
+            for optimizer, state in zip(mine, again, strict=True):
+                optimizer.load_state_dict(state)
+        return found
+
+    for got in run_threads(WORLD, rank_run):
+        assert not differences(got, model.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload_optimizer": "cpu"}], ids=str)
+def test_a_checkpoint_has_all(options, tmp_path):
+    """Saved by two ranks and loaded by one and by four, at another stage, before the first step."""
+
+    def run(rank, saves=False, **options):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, **options)
+        optimizers = muon_and_adamw(model)
+        if saves:
+            steps(model, optimizers, lambda number: [DATA[number][0][0]])
+            zs.save(tmp_path, model, optimizers[::-1])  # in any order
+        else:
+            zs.load(tmp_path, model, optimizers)
+            optimizers[0].load_state_dict(optimizers[0].state_dict())
+        steps(model, optimizers, lambda number: [DATA[number][0][0]])
+        return zs.full_state_dict(model)
+
+    expected = run_threads(2, functools.partial(run, saves=True, **options))[0]
+    for ranks in (1, 4):
+        for got in run_threads(ranks, functools.partial(run, stage=2)):
+            assert not differences(got, expected)
+
+    def refused(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        optimizers = interleaved(model)
+        with pytest.raises(zs.CheckpointMismatch, match=r"optimizer: saved AdamW\+Muon, wanted SGD\+AdamW"):
+            zs.load(tmp_path, model, optimizers)
+        for given in (optimizers[0], optimizers[:1]):
+            with pytest.raises(zs.ConfigError, match=r"stepped by several: give a list of all \(SGD, AdamW\)"):
+                zs.save(tmp_path, model, given)
+        zs.load(tmp_path, model)
+
+    run_threads(2, refused)
+
+
+# -- parameters that are not the model's ---------------------------------------------------------------------------------
+
+
+class Beside(nn.Module):
+    """A sharded model, and a temperature and a small layer beside it."""
+
+    def __init__(self, options=None):
+        super().__init__()
+        self.inner = copy.deepcopy(MODEL)
+        if options is not None:
+            zs.shard(self.inner, **options)
+        self.temperature, self.layer = nn.Parameter(torch.tensor(0.5)), seeded(lambda: nn.Linear(5, 5))
+
+    def outside(self):
+        return [self.temperature, *self.layer.parameters()]
+
+    def train_on(self, optimizers, batches, saved=None):
+        for number in range(6):
+            if number == 3 and saved is not None:
+                for optimizer in optimizers:
+                    saved.append(copy.deepcopy(optimizer.state_dict()))
+            frozen = number == 4  # no parameter of the model has a gradient
+            for batch in batches(number):
+                x, y = batch
+                loss = self.layer(x).square().mean() if frozen else self.inner(self.layer(x), y) * self.temperature
+                (loss / len(batches(number))).backward()
+            for param in self.outside() if len(batches(number)) == 1 else ():  # the program averages these
+                self.average(param)
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+    def average(self, param):
+        if param.grad is not None:
+            everyone = runtime_of(self.inner).comm.exchange(param.grad.numpy().tobytes(), "average")
+            param.grad.copy_(
+                sum(torch.frombuffer(bytearray(part), dtype=torch.float32).view(param.shape) for part in everyone) / len(everyone)
+            )
+
+
+def all_in_one(beside):
+    return [torch.optim.AdamW([{"params": beside.inner.parameters()}, {"params": beside.outside(), "lr": 0.1}], lr=0.01)]
+
+
+def mixed_groups(beside):
+    inner = beside.inner.layers
+    return [
+        torch.optim.SGD([beside.temperature, *inner[0].parameters()], lr=0.1, momentum=0.9),
+        torch.optim.AdamW(
+            [*inner[1].parameters(), *inner[2].parameters(), beside.inner.gain, *beside.layer.parameters()], lr=0.01
+        ),
+    ]
+
+
+def muon_outside(beside):
+    everything = [*beside.inner.parameters(), *beside.outside()]
+    matrices, rest = ([p for p in everything if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+
+@pytest.mark.parametrize("make", [all_in_one, mixed_groups, muon_outside], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("options", [{"stage": stage} for stage in STAGES] + [{"stage": 2, "offload_optimizer": "cpu"}], ids=str)
+def test_parameters_beside_the_model(make, options):
+    """They are stepped as they are; states and gradients of theirs are ordinary ones; a state dict of one process loads."""
+    one, saved = Beside(), []
+    optimizers = make(one)
+    one.train_on(optimizers, lambda number: DATA[number % 4][0], saved)
+    states = [optimizer.state[one.temperature] for optimizer in optimizers if one.temperature in optimizer.state]
+
+    def rank_run(rank):
+        beside = Beside(options)
+        mine, told = make(beside), []
+        beside.train_on(mine, lambda number: [DATA[number % 4][0][rank]], told)
+        assert [len(each["state"]) for each in told] == [len(each["state"]) for each in saved]
+        for optimizer, state in zip(mine, saved, strict=True):
+            optimizer.load_state_dict(state)
+            assert optimizer.state_dict()["state"].keys() == state["state"].keys()
+        for optimizer, state in zip(mine, told, strict=True):  # of its own
+            found = optimizer.state_dict()["state"]
+            assert found.keys() == state["state"].keys()
+        held = next(optimizer for optimizer in mine if beside.temperature in optimizer.state)
+        held.state[beside.temperature] = {"kept": 1}
+        assert held.state[beside.temperature] == {"kept": 1}
+        outside = {name: value for name, value in beside.state_dict().items() if not name.startswith("inner.")}
+        return outside, zs.full_state_dict(beside.inner)
+
+    for outside, inner in run_threads(WORLD, rank_run):
+        expected = one.state_dict()
+        for name, value in {**outside, **{f"inner.{name}": value for name, value in inner.items()}}.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert len(states) == 1
+
+
+def test_states_of_parameters_beside_the_model_load():
+    """What one process has saved, sharded training goes on from."""
+    one, saved = Beside(), []
+    optimizers = all_in_one(one)
+    one.train_on(optimizers, lambda number: DATA[number % 4][0])
+    weights, told = copy.deepcopy(one.state_dict()), copy.deepcopy(optimizers[0].state_dict())
+    one.train_on(optimizers, lambda number: DATA[number % 4][0])
+
+    def rank_run(rank):
+        beside = Beside()
+        beside.load_state_dict(weights)
+        zs.shard(beside.inner, stage=3)
+        mine = all_in_one(beside)
+        mine[0].load_state_dict(told)
+        beside.train_on(mine, lambda number: [DATA[number % 4][0][rank]])
+        with pytest.raises(zs.ConfigError, match="zs.save: optimizer: it also steps parameters that are not the model's"):
+            zs.save("nowhere", beside.inner, mine[0])
+        with pytest.raises(zs.ConfigError, match=r"steps parameters beside the model.*Take zs\.full_optimizer_state\(model\)"):
+            zs.full_optimizer_state_dict(beside.inner)
+        assert len(zs.full_optimizer_state(beside.inner)) == len(list(MODEL.parameters()))
+        return beside.temperature.detach(), zs.full_state_dict(beside.inner)
+
+    for temperature, inner in run_threads(WORLD, rank_run):
+        torch.testing.assert_close(temperature, one.temperature.detach())
+        for name, value in inner.items():
+            torch.testing.assert_close(value, one.inner.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert not saved
+
+
+# -- groups that are added later -----------------------------------------------------------------------------------------
+
+
+def unfreezing(make_first):
+    def loop(model, optimizers, batches):
+        """The last layer is trained first, the others with it from step 2 on; in step 3 another group comes with states loaded."""
+        (optimizer,) = optimizers
+        for number in range(5):
+            if number in (2, 3):
+                layer = model.layers[3 - number]
+                layer.requires_grad_(True)
+                optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.05})
+            backward(model, batches(number % 4))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def of_last_layer(cls, **options):
+    def make(model):
+        for layer in model.layers[:2]:
+            layer.requires_grad_(False)
+        model.gain.requires_grad_(False)
+        return [cls(model.layers[2].parameters(), **options)]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make",
+    [of_last_layer(torch.optim.AdamW, lr=0.01), of_last_layer(torch.optim.SGD, lr=0.1, momentum=0.9)],
+    ids=["AdamW", "SGD"],
+)
+@pytest.mark.parametrize("options", [{}, {"offload_optimizer": "cpu"}], ids=str)
+def test_unfrozen_layers_in_a_group_of_their_own(make, options):
+    for stage in STAGES if not options else (1, 3):
+        expected = plain(make, unfreezing(make))
+        for got in run_threads(WORLD, functools.partial(sharded, make=make, loop=unfreezing(make), stage=stage, **options)):
+            for mine, wanted in zip(got, expected, strict=True):
+                assert not differences(mine, wanted), stage
+
+
+def test_groups_come_to_one_of_several_and_with_parameters_beside_the_model():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=3)
+        first, second, extra = model.layers[0], model.layers[1], nn.Parameter(torch.ones(3))
+        one = torch.optim.AdamW(first.parameters(), lr=0.01)
+        other = torch.optim.SGD(second.parameters(), lr=0.1)
+        steps(model, [one, other], lambda number: [DATA[number][0][rank]])
+        with pytest.raises(zs.ConfigError, match=r"layers.1.weight is a parameter of this AdamW and of another .* SGD"):
+            one.add_param_group({"params": [second.weight]})
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            one.add_param_group({"params": [first.weight]})
+        assert len(one.param_groups) == 1
+        one.add_param_group({"params": [model.gain, extra], "lr": 0.5})
+        extra.grad = torch.ones(3)
+        before = model.gain.full_tensor().clone()
+        steps(model, [one, other], lambda number: [DATA[number][0][rank]])
+        assert extra.grad is None and not torch.equal(model.gain.full_tensor(), before)
+        torch.testing.assert_close(extra.detach(), torch.ones(3) - 0.5 * (1 + 0.01) * torch.ones(3), rtol=1e-4, atol=1e-4)
+        zs.close(model)
+        with pytest.raises(zs.ModelClosed, match=r"add_param_group\(\) after zs.close"):
+            one.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+    run_threads(WORLD, rank_run)
+
+
+def test_ranks_that_add_different_groups():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        optimizer = torch.optim.AdamW(model.layers[0].parameters())
+        backward(model, [DATA[0][0][rank]])
+        optimizer.step()
+        optimizer.add_param_group({"params": [model.layers[1].weight], "lr": 0.1 * (rank + 1)})
+        with pytest.raises(zs.ModelMismatch, match="group 1: lr=0.1; rank 1: .*group 1: lr=0.2"):
+            optimizer.step()
+
+    run_threads(WORLD, rank_run)
+
+
+# -- what serves one -----------------------------------------------------------------------------------------------------
+
+
+def test_what_serves_one_optimizer_says_so():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        optimizers = interleaved(model)
+        backward(model, [DATA[0][0][rank]])
+        assert zs.report(model).at_rest["optimizer states"] == 0
+        with pytest.raises(zs.ConfigError, match=r"stepped by 2 optimizers \(SGD, AdamW\), and what was called serves one"):
+            zs.ema(model)
+        with pytest.raises(zs.ConfigError, match=r"zs.join serves a model with one optimizer.*zs.stop_together"), zs.join(model):
+            pass
+        with pytest.raises(zs.ConfigError, match="zs.full_optimizer_state_dict: the model has several optimizers"):
+            zs.full_optimizer_state_dict(model)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert zs.state_of(model.layers[0].weight, "exp_avg").full().abs().sum() > 0
+        assert zs.state_of(model.layers[0].bias, "momentum_buffer").names() == ["momentum_buffer"]
+        assert zs.report(model).at_rest["optimizer states"] > 0
+        assert {each.kind for each in runtime_slices(model)} == {
+            "optimizer:exp_avg",
+            "optimizer:exp_avg_sq",
+            "optimizer:step",
+            "optimizer:momentum_buffer",
+        }
+        zs.offload_states(model)
+        zs.reload_states(model)
+        optimizers[1].step()
+
+    run_threads(WORLD, rank_run)
+
+
+def runtime_slices(model):
+    from zeroshard.seam import engine_of
+
+    return engine_of(model).slices("optimizer")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"precision": "fp16"}, "precision='fp16'"), ({"offload_optimizer": "cpu", "delayed_update": 1}, "delayed_update")],
+)
+def test_options_that_serve_one_optimizer(options, told):
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2, **options)
+        first, second = interleaved(model)
+        backward(model, [DATA[0][0][rank]])
+        with pytest.raises(
+            zs.ConfigError, match=f"{told} serves one optimizer, and beside this (SGD|AdamW) the model has (SGD|AdamW)"
+        ):
+            first.step()
+        del second
+        first.step()
+
+    run_threads(WORLD, rank_run)
