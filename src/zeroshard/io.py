@@ -12,4 +12,7 @@ Any contiguous CPU tensor and any offset are accepted; where both are aligned (4
 folder for such files that is removed with its process; `measure` returns the speed of a disk.
 """
 
-from .tiers.io import *  # noqa: F403  # its __all__
+from .errors import OffloadIOError, SwapError
+from .tiers.io import ALIGN, Engine, File, Handle, SwapFolder, Syscalls, empty_aligned, measure, open_file
+
+__all__ = ["ALIGN", "Engine", "File", "Handle", "OffloadIOError", "SwapError", "SwapFolder", "Syscalls", "empty_aligned", "measure", "open_file"]  # fmt: skip

@@ -28,8 +28,10 @@ from checkpoint_kit import (
 from helpers import OddGPT, seeded, token_batches
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zeroshard as zs
+from zeroshard import fsdp
 from zeroshard.checkpoint import safetensors as weights
 from zeroshard.engine.comm.control import misuse
 from zeroshard.engine.ledger import GATHERED
@@ -469,6 +471,33 @@ def test_b12_the_same_base_in_another_precision_is_known(saved, loaded, tmp_path
         other.base[2].bias[5] += 0.5
     with pytest.raises(zs.BaseModelMismatch, match=r"base\.2\.bias"):
         read_checkpoint(tmp_path, 2, other, precision=loaded)
+
+
+def test_b12_frozen_masters_are_compared_and_not_what_they_are_rounded_to(tmp_path):
+    """Under fully_shard with a policy frozen parameters have masters too: a change below bfloat16's precision is another base."""
+
+    def made(change: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model[0].requires_grad_(False)
+        with torch.no_grad():
+            model[0].weight.mul_(1 + change)
+        fsdp.fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+        model(torch.ones(2, 8)).float().sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    zs.save(tmp_path, *made(), name="x")
+    zs.load(tmp_path, *made())
+    for change in (1e-6, 0.1):
+        with pytest.raises(zs.BaseModelMismatch, match=r"0\.weight: saved"):
+            zs.load(tmp_path, *made(change))
+    model, optimizer = made(1e-6)
+    whole = made()[0][0].weight.full_tensor()
+    with torch.no_grad():
+        model[0].weight.copy_(whole)  # a write since the last step counts
+    zs.load(tmp_path, model, optimizer)
 
 
 def test_trained_only_is_a_choice(tmp_path):

@@ -255,6 +255,30 @@ def test_a_checkpoint_that_does_not_fit(tmp_path):
     run_threads(2, rank_main)
 
 
+@pytest.mark.parametrize("another", [True, False], ids=["another average", "no average"])
+def test_one_of_a_closed_model_is_not_taken_for_that_of_the_model_sharded_anew(another, tmp_path):
+    def rank_main(rank):
+        model, optimizer = _shard(stage=3)
+        old = zs.ema(model, 0.5)
+        zs.save(tmp_path, model, optimizer, extra={"ema": old}, name="before")
+        zs.close(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        zs.shard(model, optimizer, stage=3)
+        new = zs.ema(model, DECAY) if another else None
+        _step(rank, model, optimizer, 0)
+        held = new.full_state_dict() if new is not None else {}
+        with pytest.raises(zs.ModelClosed, match=r"extra: an average .* before zs.close\(model\).* zs.ema\(model\)"):
+            zs.save(tmp_path, model, optimizer, extra={"ema": old}, name="after")
+        with pytest.raises(zs.ModelClosed, match=r"extra: an average .* before zs.close\(model\)"):
+            zs.load(tmp_path, model, optimizer, extra={"ema": old}, name="before")
+        assert all(torch.equal(value, new.full_state_dict()[name]) for name, value in held.items())
+        if new is not None:
+            zs.load(tmp_path, model, optimizer, extra={"ema": new}, name="before")
+            assert new.updates == old.updates == 0
+
+    run_threads(2, rank_main)
+
+
 def test_frozen_parameters_and_states_that_are_away(tmp_path):
     def rank_main(rank):
         model = copy.deepcopy(MODEL)

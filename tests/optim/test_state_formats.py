@@ -17,9 +17,11 @@ from optimizers import backward
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.engine.masters import Masters
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.formats.state_codecs import FloatCodec, coded_column
 from zeroshard.testing import run_threads
+from zeroshard.tiers import slab_step
 from zeroshard.tiers.slab_step import hashed_uniform
 from zeroshard.tiers.stretch import SplitStretch
 
@@ -335,6 +337,75 @@ def test_padding_does_not_set_the_scale_of_a_block(stage, name, tmp_path):
 
     saved = states(load=False)
     assert torch.equal(states(load=True), saved)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["whole", "quantized"])
+@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["Adam", "RMSprop", "Rprop", "SGD"])
+def test_padding_of_parameters_is_not_stepped(kind, name, quantized, tmp_path):
+    """It takes part in the scale of a quantized gather's last block, and a load leaves it zero: a resumed run has the same bits."""
+    torch.manual_seed(0)
+    made = nn.Linear(32, 3, bias=False)  # 96 elements: the second block of 64 is half padding
+    with torch.no_grad():
+        made.weight.mul_(0.01)
+    options = {
+        "Adam": {"lr": 0.05, "eps": 0.0},  # divides by a state that is zero in padding
+        "RMSprop": {"lr": 0.01, "momentum": 0.9},
+        "Rprop": {"lr": 0.5},
+        "SGD": {"lr": 0.05, "momentum": 0.9},
+    }
+    packed = {"zero_quantized_weights": zs.Compression("int8", force=True, block=64, min_numel=1)} if quantized else {}
+
+    def losses(resumed):
+        def rank_losses(rank):
+            def build():
+                model = copy.deepcopy(made)
+                optimizer = getattr(torch.optim, kind)(model.parameters(), **options[kind])
+                return zs.shard(model, optimizer, stage=3, optimizer_states=zs.StateFormat(name, block=64, min_numel=1), **packed)
+
+            (model, optimizer), found = build(), []
+            for step in range(12):
+                inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(step * 7 + rank))
+                inputs[:, :31] *= 0.05  # so that the last element has the largest momentum
+                loss = (model(inputs) - torch.sin(torch.arange(3.0) + step)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+                if step == 5 and resumed:
+                    zs.save(tmp_path, model, optimizer)
+                    zs.close(model)
+                    model, optimizer = build()
+                    zs.load(tmp_path, model, optimizer)
+            [group] = runtime_of(model).groups
+            piece, rest = group.homes[0].piece, group.masters.stepped
+            assert not rest.load(piece.numel, rest.numel).any(), "padding was stepped"
+            return found, rest.numel - piece.numel
+
+        results = run_threads(2, rank_losses)
+        assert [padding for _, padding in results] == [0, 32]
+        return [found for found, _ in results]
+
+    assert losses(resumed=True) == losses(resumed=False)
+
+
+def test_a_step_asks_where_a_parameter_lies_as_often_in_a_large_model(monkeypatch):
+    """A run of many parameters has many chunks, too: to ask for each parameter in each chunk would be quadratic."""
+    monkeypatch.setattr(slab_step, "_CLASS_CHUNK_NUMEL", 64)
+    asked, given = [], Masters.range
+
+    def count(parameters):
+        model = nn.ParameterList(nn.Parameter(torch.ones(10, 10)) for _ in range(parameters))
+        form = zs.StateFormat("int8", block=64, min_numel=1, stochastic_rounding=True)
+        _, optimizer = zs.shard(model, torch.optim.RMSprop(model.parameters(), momentum=0.9), stage=3, optimizer_states=form)
+        for param in model:
+            param.grad = torch.ones(10, 10)
+        asked.clear()
+        optimizer.step()
+        return len(asked)
+
+    monkeypatch.setattr(Masters, "range", lambda self, index: asked.append(index) or given(self, index))
+    assert 0 < count(40) <= 4 * count(10)
 
 
 def test_codes_that_no_kernel_packs_are_refused():

@@ -9,6 +9,8 @@ import zeroshard as zs
 from zeroshard.engine.rest import PARTS
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.engine.verbs import VERBS
+from zeroshard.seam import engine_of
+from zeroshard.testing import run_threads
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
 
@@ -115,6 +117,27 @@ def test_what_is_away_is_named(tmp_path):
                 calls[name]()
     zs.reload_states(model)
     calls["zs.close"]()
+
+
+def test_weights_that_are_away_are_not_begun_to_be_saved(tmp_path):
+    """Each rank raises before the first exchange: one that raised in the midst of them would leave the others waiting."""
+
+    def rank_main(rank):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 16))
+        zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
+        zs.offload_states(model)
+        exchanges = []
+        engine_of(model).world.exchange = lambda message, label: exchanges.append(label)
+        for _ in range(5):
+            with pytest.raises(zs.StatesAway, match="zs.reload_states"):
+                zs.save_safetensors(model, tmp_path / "model.safetensors")
+        del engine_of(model).world.exchange
+        zs.reload_states(model)
+        zs.save_safetensors(model, tmp_path / "model.safetensors")
+        return exchanges
+
+    assert run_threads(2, rank_main) == [[], []]
 
 
 def test_while_units_are_in_use_states_are_not_at_rest(tmp_path):

@@ -229,8 +229,11 @@ class _Loading:
             self.model, self.stages.values, opened.model, self.engine.ranks, self._by_stages or not opened.ours
         )
         self.found = fit.found
-        frozen = [each for each in self.stages.values if not each.trainable] if opened.trained_only else []
+        # masters, as zs.save: under fully_shard those of frozen parameters may be more precise than the values
+        frozen = [each for each in self.engine.slices("master") if not each.trainable] if opened.trained_only else []
         self.left_out = [each for each in frozen if fit.missing.pop(each.own_name, "")]
+        for each in self.left_out:
+            each.refresh()
         of_stages, advice = self.stages.names if self.stages.several else set(), []
         same = {first for alias, first in opened.ties.items() if alias in fit.used} | opened.ties.keys() | of_stages
         unexpected = {name: at.shape for name, at in opened.model.items() if name not in fit.used | same}

@@ -45,7 +45,7 @@ VERBS = {
     "optimizer.step": Verb(every_rank=False, disk=True, at_home=PARTS, closed="make a new optimizer of its parameters"),
     "zs.full_state_dict": Verb(usable=True, disk=True, at_home=("parameters",)),
     "zs.stream_full_tensors": Verb(usable=True, disk=True, at_home=("parameters",), recovers=True),
-    "zs.save_safetensors": Verb(usable=True),
+    "zs.save_safetensors": Verb(usable=True, at_home=PARTS),
     "zs.full_gradients": Verb(),
     "zs.full_optimizer_state": Verb(),
     "zs.full_optimizer_state_dict": Verb(),

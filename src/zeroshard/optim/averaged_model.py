@@ -17,7 +17,7 @@ from typing import NoReturn
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from ..errors import ConfigError, ZeroshardError
+from ..errors import ConfigError, ModelClosed, ZeroshardError
 from ..seam import Engine, engine_of
 from ..utils.module_names import own_state
 
@@ -110,9 +110,13 @@ class AveragedModel:
     # -- in checkpoints: see checkpoint/user_state.py ----------------------------------------------------------
 
     def kind_of_slices(self, model: nn.Module) -> str:
-        """Return the kind of the average among `Engine.slices`. Raise ConfigError if it is that of another model."""
+        """Return the kind of the average among `Engine.slices`. Raise ConfigError for another model, ModelClosed after zs.close."""
         if model is not self.model:
             raise ConfigError("extra: an average of another model: expected that of the model that is saved or loaded.")
+        if self.engine.closed:  # the model may have been sharded again, and have another average of this number
+            raise ModelClosed(
+                "extra: an average that was made before zs.close(model), and its values went with it: make a new one, zs.ema(model)."
+            )
         return f"average:{self.averages.number}"
 
     def settings(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """`optimizer.state` of a sharded optimizer: states by parameter, as in torch, built anew at each access.
 
-States are kept in runs of flat shards (segments.py). The tensors in the mapping are the states themselves, so writing into
+States are kept in runs of flat shards (engine/runs.py). The tensors in the mapping are the states themselves, so writing into
 them works as in torch. The dicts around them are views, which forward assignments and removals to the runs.
 
     state[p]["exp_avg"] = value     copied into the state; value is whole, or sharded like the parameter

@@ -11,6 +11,7 @@ Only one chunk at a time is in the form that the optimizer steps: fp32 values of
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from ..config import Tier
 from ..engine.inner_optimizer import State, fresh, scaled, step_alone
 from ..engine.rest import MemoryRest, Rest
+from ..engine.runs import Run
 from ..engine.steppers import Job, SlabStep
 from ..tensor.state_column import is_column
 from ..utils import torch_compat
@@ -168,6 +170,8 @@ class SlabStepper(SlabStep):
                 opened = _opened(param, start, stop)
                 columns = {name: _opened(slab.parts[name], start, stop) for name in states.columns}
                 state = self._step_class(job, opened, grad[start:stop], fresh(states.scalars) | columns)
+                if states.group.plan.coded:
+                    _clear_padding(slab, start, opened)  # a class that divides by a state makes it nan
                 self._take_states(slab, start, stop, state)
                 if isinstance(param, Stretch):
                     param.part(start, stop).close(opened)
@@ -200,7 +204,7 @@ class SlabStepper(SlabStep):
                 if name not in slab.parts:
                     self._bring(slab, name, slab.job.run.states.shared(name, value.dtype), read=False, write=True)
                 if isinstance(slab.parts[name], CodedStretch):
-                    _level_padding(slab, start, value)
+                    _clear_padding(slab, start, value)  # where Rprop's first step sizes, say, are not zero
                 _put(slab.parts[name], start, stop, value)
 
 
@@ -209,18 +213,25 @@ def _opened(part: Tensor | Stretch, start: int, stop: int) -> Tensor:
     return part.part(start, stop).open() if isinstance(part, Stretch) else part[start:stop]
 
 
-def _level_padding(slab: Slab, start: int, value: Tensor) -> None:
-    """Give padding the value of the element before it, so that it does not set the scale of a block (Rprop's first step sizes would).
+def _clear_padding(slab: Slab, start: int, values: Tensor) -> None:
+    """Set padding to zero in values (n,) that begin at element `start` of a slab, so that it never sets the scale of a block.
 
     Checkpoints hold no padding: with a scale that comes from it, a loaded state would be encoded to other values.
     """
     group, first = slab.job.run.group, slab.begin + start
-    for index in slab.job.run.indices:
-        begin, end = group.masters.range(index)
+    for index, begin, end in _located(slab.job.run, first, first + values.numel()):
         held = group.layout.slots[index].numel if group.masters.whole else group.homes[index].piece.numel
-        last, end = begin + held - first, min(end - first, value.numel())
-        if 0 < last < end:
-            value[last:end] = value[last - 1]
+        if begin + held < end:
+            values[max(begin + held - first, 0) : end - first] = 0
+
+
+def _located(run: Run, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Return (parameter, [begin, end) in the shard, padding included) for each parameter of a run in [start, stop) of the shard."""
+    slots, masters = run.group.layout.slots, run.group.masters
+    before = 0 if masters.whole else run.group.layout.shard_range(run.group.comm.rank)[0]
+    low, high = (bisect_right(run.indices, before + at, key=lambda index: slots[index].offset) for at in (start, stop - 1))
+    found = [(index, *masters.range(index)) for index in run.indices[max(low - 1, 0) : high]]
+    return [each for each in found if each[1] < each[2]]  # others have no element on this rank
 
 
 def _put(part: Tensor | Stretch, start: int, stop: int, value: Tensor) -> None:
@@ -244,22 +255,14 @@ class _Noise:
 
     def __call__(self, start: int, stop: int) -> Tensor:
         """Return numbers from 0 to 1 for elements [start, stop) of the slab."""
-        group = self.run.group
+        group, first, last = self.run.group, self.begin + start, self.begin + stop
         out = torch.empty(stop - start, device=group.comm.device if group.offload.tier is Tier.DEVICE else "cpu")
-        for index, begin, end, first in self._pieces(self.begin + start, self.begin + stop):
+        for index, begin, end in _located(self.run, first, last):
             key = zlib.crc32(f"{self.number} {self.state} {group.specs[index].name}".encode())
-            at = begin - self.begin - start
-            out[at : at + end - begin] = hashed_uniform(key, first, first + end - begin, out.device)
+            low, high = max(begin, first), min(end, last)
+            at = low - begin + (0 if group.masters.whole else group.homes[index].start)  # number of the element in the parameter
+            out[low - first : high - first] = hashed_uniform(key, at, at + high - low, out.device)
         return out
-
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (parameter, [start, stop) in the shard, number of the first element in the parameter), padding included."""
-        group = self.run.group
-        for index in self.run.indices:
-            begin, end = group.masters.range(index)
-            low, high = max(begin, start), min(end, stop)
-            if low < high:
-                yield index, low, high, low - begin + (0 if group.masters.whole else group.homes[index].start)
 
 
 def hashed_uniform(key: int, start: int, stop: int, device: torch.device) -> Tensor:

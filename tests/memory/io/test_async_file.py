@@ -10,6 +10,7 @@ import itertools
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from faulty_disk import Faults, fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import zeroshard as zs
 from zeroshard.errors import OffloadIOError, ZeroshardError
 from zeroshard.tiers.io import ALIGN, Engine, Syscalls, async_file, empty_aligned, open_file
 from zeroshard.tiers.io.async_file import Checksums
@@ -522,6 +524,14 @@ def test_a_tensor_lives_until_its_request_is_done_and_no_longer(disk):
         assert alive() is None
     file.close()
     assert Path(file.path).read_bytes() == expected
+
+
+def test_the_names_that_users_see():
+    """The page lists its members, and mkdocs renders them; the room has further names for the house."""
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "io.md").read_text()
+    [members] = re.findall(r"members: \[(.*)\]", page)
+    assert set(zs.io.__all__) == {*members.split(", "), "ALIGN", "OffloadIOError", "SwapError"}
+    assert set(zs.io.__all__) == {name for name in vars(zs.io) if not name.startswith("_")}
 
 
 LIVES = """

@@ -8,8 +8,9 @@ speed of ranks and disks. Further buffers are used when ranks use units in diffe
 two ranks with a buffer each: rank 0 has started to reduce A and needs one for B, rank 1 has started B and needs one for A. They
 stay in turn with the others, so ranks that use other experts in each step wait in the first steps only.
 
-Where ranks share memory, peers read every region of a StagingPool (see comm/base.py): all `limit` buffers are allocated at the
-start (collective), and those never taken are address space alone. Elsewhere a further buffer is allocated when it is needed.
+Where ranks share memory, peers read every region of a StagingPool (see engine/comm/base.py): all `limit` buffers are allocated
+at the start (collective), and those never taken are address space alone. Elsewhere a further buffer is allocated when it is
+needed.
 
 Threads: one at a time may be in a pool, which is checked (`ThreadsMet`): the rank's own thread or, in a backward on a GPU,
 autograd's thread while the rank's own waits.
