@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.checkpoint import async_save
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,9 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zeroshard as zs
 from zeroshard import fsdp
@@ -372,6 +375,132 @@ def test_checkpoints_go_both_ways_and_to_other_world_sizes(tmp_path):
         for case, got in found.items():
             for mine, its in zip(got, expected, strict=True):
                 assert mine == pytest.approx(its, abs=2e-6, rel=1e-5), case
+
+
+class Fused(nn.Linear):
+    """A matrix that state dicts show as two, of other rows each, as torchtitan's fused attention does."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, 4 * 3, bias=False)
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._merge)
+
+    @staticmethod
+    def _split(module, state, prefix, metadata):
+        whole = state.pop(f"{prefix}weight")
+        whole = whole.redistribute(placements=[Replicate()]) if isinstance(whole, DTensor) else whole
+        rows = whole.reshape(2, 2, 3, module.in_features)
+        state[f"{prefix}q"] = rows[:, :1].reshape(-1, module.in_features).contiguous()
+        state[f"{prefix}k"] = rows[:, 1].reshape(-1, module.in_features).contiguous()
+
+    @staticmethod
+    def _merge(module, state, prefix, *args):
+        parts = [state.pop(f"{prefix}{name}") for name in "qk"]
+        if isinstance(parts[0], DTensor):
+            parts = [part.redistribute(placements=[Replicate()]) for part in parts]
+        rows = [part.reshape(2, 1, 3, module.in_features) for part in parts]
+        state[f"{prefix}weight"] = torch.cat(rows, dim=1).reshape(-1, module.in_features)
+
+
+def _fused(rank, ranks, folder):
+    """State dicts whose entries hooks cut and join, and what programs ask of a parameter at rest."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for name, door in DOORS.items():
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(5, 7), Fused(7))
+        door.fully_shard(model[1])
+        door.fully_shard(model)
+        state = model.state_dict()
+        dcp_save({"model": state}, checkpoint_id=f"{folder}/{name}")
+        weight = model[0].weight
+        penalty = torch.linalg.norm(weight, dim=1).sum() + weight.norm()
+        penalty.backward()
+        with torch.no_grad():
+            asked = [weight[:, 2], weight.t().sum(0), torch.linalg.norm(weight, dim=0), weight.grad]
+            asked = [each.full_tensor() if hasattr(each, "full_tensor") else each + 0 for each in asked]
+            kept = {key: value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for key, value in state.items()}
+            for param in model.parameters():
+                param.zero_()
+        state = model.state_dict()
+        dcp_load({"model": state}, checkpoint_id=f"{folder}/{name}")
+        model.load_state_dict(state)
+        again = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in model.state_dict().items()}
+        found[name] = kept, again, asked
+        if name == "zeroshard":
+            storage = weight.detach().untyped_storage()
+            assert storage.data_ptr() == model.state_dict()["0.weight"].untyped_storage().data_ptr()
+            with pytest.raises(zs.ShardedAccessError, match="this rank holds a slice"):
+                storage.nbytes()
+            view = weight.detach()[:, 2]
+            with pytest.raises(zs.ShardedWriteError, match=r"would write to a copy of 0.weight.*zs.gathered\(module, write=True\)"):
+                view.fill_(1.0)
+            with pytest.raises(zs.ShardedWriteError, match="would write to a copy"):
+                weight.detach()[:, 2] = 1.0
+            assert type(view.contiguous()) is torch.Tensor
+    return found
+
+
+@pytest.mark.processes
+def test_state_dicts_may_be_cut_and_joined_by_hooks(tmp_path):
+    for found in run_processes(_fused, 2, str(tmp_path)):
+        for name in DOORS:
+            kept, again, _ = found[name]
+            assert kept.keys() == again.keys() == {"0.weight", "0.bias", "1.q", "1.k"}
+            for key, value in kept.items():
+                assert torch.equal(value, again[key]) and torch.equal(value, found["torch"][0][key]), key
+        for mine, its in zip(found["zeroshard"][2], found["torch"][2], strict=True):
+            torch.testing.assert_close(mine, its)
+
+
+def _stagers():
+    plain = dict.fromkeys(("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy"), False)
+    return {
+        "default": (AsyncCheckpointerType.THREAD, lambda: None),
+        "blocking": (AsyncCheckpointerType.THREAD, BlockingAsyncStager),
+        "in a thread": (AsyncCheckpointerType.THREAD, lambda: DefaultStager(StagingOptions(**{**plain, "use_async_staging": True}))),
+        "process": (AsyncCheckpointerType.PROCESS, lambda: DefaultStager(StagingOptions(**{**plain, "use_shared_memory": True}))),
+    }
+
+
+def _async_saves(rank, ranks, folder):
+    """Save while training goes on; load what was saved. Its values are those of the call."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group, found = dist.new_group(backend="gloo"), {}
+    for name, (kind, stager) in _stagers().items():
+        for policy in ({}, {"mp_policy": BF16}):
+            model = wrapped(fsdp, **policy)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+            steps(model, optimizer, rank, 0, 2)
+            expected, path = states(model, optimizer), f"{folder}/{name} {len(policy)}"
+            state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            saving = async_save(
+                state, checkpoint_id=path, process_group=group, async_checkpointer_type=kind, async_stager=stager()
+            )
+            steps(model, optimizer, rank, 2, 4)
+            getattr(saving, "upload_completion", saving).result()
+            assert not torch.equal(get_model_state_dict(model, options=FULL)["head.weight"], expected["model"]["head.weight"])
+            model = wrapped(fsdp, **policy)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+            state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp_load(state, checkpoint_id=path)
+            set_model_state_dict(model, state["model"])
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            found[path] = expected, states(model, optimizer)
+    return found
+
+
+@pytest.mark.processes
+def test_async_saves_have_the_values_of_the_call(tmp_path):
+    for found in run_processes(_async_saves, 2, str(tmp_path)):
+        assert len(found) == 2 * len(_stagers())
+        for path, (expected, loaded) in found.items():
+            assert expected.keys() == loaded.keys()
+            for kind, values in expected.items():
+                for name, value in values.items():
+                    assert torch.equal(loaded[kind][name], value), (path, kind, name)
 
 
 def _gains(rank, ranks):

@@ -13,9 +13,10 @@ from torch.distributed.tensor import Shard
 
 from ..errors import ConfigError
 from ..seam import info_of
+from ..utils.lightning_compat import show_models
 from .calls import STATE, Call
 from .configuration import cast
-from .module import become_fsdp
+from .module import become_fsdp, holds_models
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.13
@@ -93,6 +94,7 @@ def fully_shard(
         if policy.output_dtype is not None:
             each.register_forward_hook(_casts_output(policy.output_dtype))
     call.wait()
+    show_models(holds_models)
     return module
 
 

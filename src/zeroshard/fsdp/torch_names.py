@@ -1,7 +1,8 @@
-"""Names of torch that this door replaces: functions by which torch.distributed.checkpoint.state_dict moves tensors; and, for a
+"""Names of torch that this door replaces: functions by which torch.distributed.checkpoint moves and copies tensors; and, for a
 script that is not changed (`python -m zeroshard.fsdp`), FSDP2's public names.
 
-torch gathers and cuts DTensors alone, and takes any other tensor for a whole one. The functions here see to sharded tensors first.
+torch gathers, cuts and stages DTensors alone, and takes any other tensor for a whole one. The functions here see to sharded tensors
+first.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import staging
 
-from ..seam import ShardedTensor
+from ..seam import HostSlice, ShardedTensor
 from ..utils.torch_compat import replace_state_dict_functions
 
 
@@ -35,20 +38,72 @@ def serve_state_dicts() -> None:
             local[key] = torch.empty_like(mine).copy_(local[key])
 
     replace_state_dict_functions(gather, broadcast)
+    _stage_copies()
+
+
+def _stage_copies() -> None:
+    """Let torch's stagers, by which dcp.async_save copies a state dictionary, copy sharded tensors at once, in the thread that calls.
+
+    A staging that goes on in a thread of its own would read slices where they rest, beside the training.
+    """
+    for name in ("DefaultStager", "BlockingAsyncStager"):
+        kind = getattr(staging, name, None)  # the first is there since torch 2.9
+        if kind is not None:
+            kind.stage = _staging(kind.stage)
+
+
+def _staging(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def stage(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        copies = _mapped(state_dict, lambda value: HostSlice.of(value) if isinstance(value, ShardedTensor) else value)
+        others = _mapped(copies, lambda value: None if isinstance(value, HostSlice) else value)
+        staged = plain(self, others, *args, **kwargs)
+        if not isinstance(staged, Future):
+            return _filled(staged, copies)
+        whole: Future[Any] = Future()
+
+        def fill(done: Future[Any]) -> None:
+            try:
+                whole.set_result(_filled(done.result(), copies))
+            except BaseException as error:  # it is raised where the program waits
+                whole.set_exception(error)
+
+        staged.add_done_callback(fill)
+        return whole
+
+    return stage
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return nested dictionaries, lists and tuples with a function of each leaf."""
+    if isinstance(tree, dict):
+        return {key: _mapped(value, function) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_mapped(value, function) for value in tree)
+    return function(tree)
+
+
+def _filled(staged: Any, copies: Any) -> Any:
+    """Return a staged tree with the slices of another one in their places."""
+    if isinstance(copies, dict):
+        return {key: _filled(staged[key], value) for key, value in copies.items()}
+    if type(copies) in (list, tuple):
+        return type(copies)(map(_filled, staged, copies))
+    return copies if isinstance(copies, HostSlice) else staged
 
 
 def _whole(tree: Any, ranks_only: tuple[int, ...], on_host: bool) -> Any:
     """Return nested dictionaries and lists with whole tensors in place of sharded ones (collective)."""
-    if isinstance(tree, ShardedTensor):
-        value = tree.full_tensor()
+
+    def gathered(value: Any) -> Any:
+        if not isinstance(value, ShardedTensor):
+            return value
+        whole = value.full_tensor()
         if ranks_only and torch.distributed.get_rank() not in ranks_only:
-            return value.new_empty(0)  # torch drops it on this rank
-        return value.cpu() if on_host else value
-    if isinstance(tree, dict):
-        return {key: _whole(value, ranks_only, on_host) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_whole(value, ranks_only, on_host) for value in tree)
-    return tree
+            return whole.new_empty(0)  # torch drops it on this rank
+        return whole.cpu() if on_host else whole
+
+    return _mapped(tree, gathered)
 
 
 _SHOWN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")

@@ -4,13 +4,14 @@
     dcp.load({"model": model.state_dict()}, checkpoint_id=path)          # in place, as with DTensor
 
 DCP asks a tensor for its chunks, then for the tensor of each chunk. `LocalBox` is that tensor: reads see a plain tensor, and a
-copy into it writes to the parameter where it rests, and to its master weights.
+copy into it writes to the parameter where it rests, and to its master weights. What dcp.async_save writes later, from a thread or
+another process, are `HostSlice`s, copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -79,6 +80,26 @@ class LocalBox(torch.Tensor):
         return self._plain().clone().__reduce_ex__(protocol)
 
 
+def _write_items(fqn: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: list[Box]) -> list[WriteItem]:
+    """Return what a rank writes that holds these boxes of a tensor. All ranks write a tensor without elements, of which DCP keeps one."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    size, properties = torch.Size(shape), TensorProperties(dtype=dtype)
+    if size.numel() == 0:
+        boxes = [Box((0,) * len(size), tuple(size))]
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, box.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), properties, size
+            ),
+        )
+        for box in boxes
+    ]
+
+
 class HasChunks(Sliced):
     """Mixin of sharded tensors: the methods that DCP calls (torch/distributed/_checkpointable.py)."""
 
@@ -96,22 +117,8 @@ class HasChunks(Sliced):
         return found
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """Return what this rank writes. All ranks write a tensor without elements, of which DCP keeps one."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        size, properties = torch.Size(self.shape), TensorProperties(dtype=self.dtype)
-        boxes = [box for box, _ in self._boxes()] or ([Box((0,) * len(size), tuple(size))] if size.numel() == 0 else [])
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), properties, size
-                ),
-            )
-            for box in boxes
-        ]
+        """Return what this rank writes."""
+        return _write_items(fqn, tuple(self.shape), self.dtype, [box for box, _ in self._boxes()])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the boxes that this rank holds."""
@@ -128,3 +135,53 @@ class HasChunks(Sliced):
         if self.shape.numel() == 0:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         raise ValueError(f"{index.fqn}: this rank holds no box at {offset} of {tuple(self.shape)}")
+
+
+class HostSlice(torch.Tensor):
+    """A copy on the host of what this rank holds of a sharded tensor, for DCP to save when the tensor has other values already.
+
+    It can be pickled, for DCP's process that saves; nothing is computed with it.
+    """
+
+    _local: Tensor
+    _boxes: list[tuple[Box, int]]  # (box, its first element in _local)
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: tuple[int, ...], boxes: list[tuple[Box, int]]) -> HostSlice:
+        made = torch_compat.make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made._local, made._boxes = local, boxes
+        return made
+
+    @classmethod
+    def of(cls, tensor: HasChunks) -> HostSlice:
+        """Return a copy of this rank's slice of a tensor."""
+        local = tensor._local.detach()
+        copy = torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local)
+        return cls(copy, tuple(tensor.shape), tensor._boxes())
+
+    __torch_function__ = torch_compat.disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> NoReturn:
+        raise CheckpointError(f"{func}: expected torch.distributed.checkpoint to save this copy of a slice, and nothing else.")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"HostSlice(shape={tuple(self.shape)}, {self._local.numel()} elements)"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
+        return HostSlice, (self._local, tuple(self.shape), self._boxes)
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        """Return what this rank writes."""
+        return _write_items(fqn, tuple(self.shape), self.dtype, [box for box, _ in self._boxes])
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return the box at an offset. Raise ValueError if the copy has none there."""
+        for box, first in self._boxes:
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return self._local[first : first + box.numel].view(box.sizes)
+        if 0 in self.shape:
+            return torch.empty(tuple(self.shape), dtype=self.dtype)
+        raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset} of {tuple(self.shape)}")

@@ -10,7 +10,8 @@ state dicts, `numel()` and initialisation code work as on one process. Operation
     max(), sum(), ...         under no_grad: of the gathered tensor (collective; `READS` in tensor/op_classes.py)
     another, on results       of the gathered results (collective), if all sharded operands are results: scores, masks
     in a module's forward     computes with the gathered parameter, as on one process (tensor/op_classes.py)
-    any other operation       raises, with the parameter's name and a remedy
+    any other operation       raises, with the parameter's name and a remedy; where a model shows itself as DTensors (zeroshard.fsdp),
+                              one that writes nothing: under no_grad, of the gathered tensor (collective; `_beyond`)
 
 `full_tensor()` gathers (collective). A sharded tensor never refers to memory that was released.
 """
@@ -32,9 +33,10 @@ from ..utils.torch_compat import OpOverload, faking, tree_map_only
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import HasChunks
 from .differentiable import ReadableWhole, read
+from .gathered_view import viewed
 from .home import Home, RangeHome
 from .norms import allow_foreach, take_norms
-from .op_classes import READS, computes
+from .op_classes import NORMS, READS, computes
 from .refusals import HasNoMemory, remedy_of
 
 _T = TypeVar("_T")
@@ -84,7 +86,7 @@ class ShardedTensor(HasChunks, HasNoMemory):
             return _elementwise(func, args, kwargs)
         if not func._schema.is_mutable and all(tensor._computed for tensor in _found(ShardedTensor, (args, kwargs))):
             return _of_whole(func, args, kwargs)
-        raise _refusal(func, args, kwargs)
+        return _beyond(func, args, kwargs)
 
     @property
     def _trace(self) -> int:
@@ -200,7 +202,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
                 result = param._home.lend(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            if getattr(func, "__name__", "") in READS:
+            if _reads_whole(getattr(func, "__name__", ""), (args, kwargs)):
                 args, kwargs = tree_map_only(ShardedParameter, lambda param: param.gathered(), (args, kwargs))
         with torch_compat.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -354,6 +356,24 @@ def trace_of(*values: object) -> int:
     return zlib.crc32(" ".join(told).encode())
 
 
+def _reads_whole(name: str, tree: object) -> bool:
+    """Return whether a function of torch, at rest, is one of gathered parameters: gradients go through it."""
+    if name in READS:
+        return True
+    if name not in NORMS or not torch.is_grad_enabled():  # under no_grad, ranks send the norms of slices
+        return False
+    return any(param.requires_grad and param._home.shown is not None for param in _found(ShardedParameter, tree))
+
+
+def _beyond(func: OpOverload, args: tuple, kwargs: dict) -> object:
+    """Compute what slices do not allow, and what writes nothing, with gathered tensors (collective) where all of them are of a model
+    that shows itself as DTensors, whose operations are collective, too; raise for any other, or if autograd would record it."""
+    tensors = _found(ShardedTensor, (args, kwargs))
+    if func._schema.is_mutable or any(tensor._home.shown is None for tensor in tensors):
+        raise _refusal(func, args, kwargs)
+    return viewed(func, _of_whole(func, args, kwargs), tensors[0]._home.name)
+
+
 def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:
     tensors = _found(ShardedTensor, (args, kwargs))
     target = args[0] if _writes_first(func) and isinstance(args[0], Tensor) else None
@@ -396,10 +416,10 @@ def _copy_of(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     return ShardedTensor(local, tuple(source.shape), source._home)
 
 
-def _pad(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
-    """Return a copy for a pad of width zero, which Transformers applies to the bias of a tied head; refuse any other pad."""
+def _pad(func: OpOverload, args: tuple, kwargs: dict) -> object:
+    """Return a copy for a pad of width zero, which Transformers applies to the bias of a tied head; any other pad is beyond slices."""
     if any(args[1]):
-        raise _refusal(func, args, kwargs)
+        return _beyond(func, args, kwargs)
     return _copy_of(aten.clone.default, args[:1], {})
 
 
@@ -436,12 +456,12 @@ def _copy_(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     return target
 
 
-def _rows(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
+def _rows(func: OpOverload, args: tuple, kwargs: dict) -> object:
     """Return weight[i], one row (nn.Embedding's padding uses it), or weight[a:b], adjacent rows, as a sharded view."""
     defaults: tuple = (0, None, None, 1)
     source, dim, start, stop, step = (*args, *defaults[len(args) - 1 :])
     if dim % max(len(source.shape), 1) != 0 or step != 1:  # only adjacent rows are one range of the flattened tensor
-        raise _refusal(func, args, kwargs)
+        return _beyond(func, args, kwargs)
     shape = tuple(source.shape[1:])
     if func is aten.select.int:
         start %= source.shape[0]  # it may be negative
@@ -482,7 +502,7 @@ def _elementwise(func: OpOverload, args: tuple, kwargs: dict) -> object:
         return _foreach(func, args, kwargs)
     lead = _found(ShardedTensor, (args, kwargs))[0]
     if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):  # the result would have more dimensions
-        raise _refusal(func, args, kwargs)
+        return _beyond(func, args, kwargs)
     target = args[0] if _writes_first(func) else kwargs.get("out")
     if target is not None and not isinstance(target, ShardedTensor):
         raise _refusal(func, args, kwargs)
@@ -526,9 +546,7 @@ def _masked_fill_(func: OpOverload, args: tuple, kwargs: dict) -> object:
 
 def _norm(func: OpOverload, args: tuple, kwargs: dict) -> object:
     result = take_norms(func, args, kwargs)
-    if result is NotImplemented:
-        raise _refusal(func, args, kwargs)
-    return result
+    return _beyond(func, args, kwargs) if result is NotImplemented else result
 
 
 def _unscale(func: OpOverload, args: tuple, kwargs: dict) -> None:
