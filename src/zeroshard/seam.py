@@ -67,7 +67,6 @@ from .state.slices import NamedPart, StateSlice, loaded, slices_of
 from .state.state_loading import Restoring, SavedState
 from .state.tied_copy import TiedCopy
 from .tensor.chunks import Box, boxes_of, overlap
-from .tensor.dcp_chunks import HostSlice
 from .tensor.part import Part
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .tensor.state_column import StateColumn
@@ -92,7 +91,7 @@ __all__ = [  # noqa: RUF022  # by subject
     # memory of constant size, and copies between tiers
     "BufferPool", "Links", "Rehearsal", "StagingPool",
     # tensors of which a rank holds a slice, and parts of larger ones
-    "Box", "HostSlice", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap",
+    "Box", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap",
     # optimizers
     "ONE_OPTIMIZER", "Options", "State", "inner_copy", "other_optimizers",
     # how a model is laid out, for formulas

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import staging
 
-from ..seam import HostSlice, ShardedTensor
+from ..seam import ShardedTensor
 from ..utils.torch_compat import replace_state_dict_functions
+from .host_slices import copies_of, in_one_box, mapped, with_copies, without_copies
 
 
 @functools.cache
@@ -37,7 +38,7 @@ def serve_state_dicts() -> None:
         for key, mine in sharded.items():  # a few at a time, so that no rank has the whole model
             local[key] = torch.empty_like(mine).copy_(local[key])
 
-    replace_state_dict_functions(gather, broadcast)
+    replace_state_dict_functions(gather, broadcast, in_one_box)
     _stage_copies()
 
 
@@ -55,16 +56,15 @@ def _stage_copies() -> None:
 def _staging(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def stage(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        copies = _mapped(state_dict, lambda value: HostSlice.of(value) if isinstance(value, ShardedTensor) else value)
-        others = _mapped(copies, lambda value: None if isinstance(value, HostSlice) else value)
-        staged = plain(self, others, *args, **kwargs)
+        copies = copies_of(state_dict)
+        staged = plain(self, without_copies(copies), *args, **kwargs)
         if not isinstance(staged, Future):
-            return _filled(staged, copies)
+            return with_copies(staged, copies)
         whole: Future[Any] = Future()
 
         def fill(done: Future[Any]) -> None:
             try:
-                whole.set_result(_filled(done.result(), copies))
+                whole.set_result(with_copies(done.result(), copies))
             except BaseException as error:  # it is raised where the program waits
                 whole.set_exception(error)
 
@@ -72,24 +72,6 @@ def _staging(plain: Callable[..., Any]) -> Callable[..., Any]:
         return whole
 
     return stage
-
-
-def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested dictionaries, lists and tuples with a function of each leaf."""
-    if isinstance(tree, dict):
-        return {key: _mapped(value, function) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_mapped(value, function) for value in tree)
-    return function(tree)
-
-
-def _filled(staged: Any, copies: Any) -> Any:
-    """Return a staged tree with the slices of another one in their places."""
-    if isinstance(copies, dict):
-        return {key: _filled(staged[key], value) for key, value in copies.items()}
-    if type(copies) in (list, tuple):
-        return type(copies)(map(_filled, staged, copies))
-    return copies if isinstance(copies, HostSlice) else staged
 
 
 def _whole(tree: Any, ranks_only: tuple[int, ...], on_host: bool) -> Any:
@@ -103,7 +85,7 @@ def _whole(tree: Any, ranks_only: tuple[int, ...], on_host: bool) -> Any:
             return whole.new_empty(0)  # torch drops it on this rank
         return whole.cpu() if on_host else whole
 
-    return _mapped(tree, gathered)
+    return mapped(tree, gathered)
 
 
 _SHOWN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")

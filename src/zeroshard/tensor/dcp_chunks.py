@@ -4,14 +4,13 @@
     dcp.load({"model": model.state_dict()}, checkpoint_id=path)          # in place, as with DTensor
 
 DCP asks a tensor for its chunks, then for the tensor of each chunk. `LocalBox` is that tensor: reads see a plain tensor, and a
-copy into it writes to the parameter where it rests, and to its master weights. What dcp.async_save writes later, from a thread or
-another process, are `HostSlice`s, copies.
+copy into it writes to the parameter where it rests, and to its master weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -80,7 +79,7 @@ class LocalBox(torch.Tensor):
         return self._plain().clone().__reduce_ex__(protocol)
 
 
-def _write_items(fqn: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: list[Box]) -> list[WriteItem]:
+def write_items(fqn: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: list[Box]) -> list[WriteItem]:
     """Return what a rank writes that holds these boxes of a tensor. All ranks write a tensor without elements, of which DCP keeps one."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -103,7 +102,7 @@ def _write_items(fqn: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: li
 class HasChunks(Sliced):
     """Mixin of sharded tensors: the methods that DCP calls (torch/distributed/_checkpointable.py)."""
 
-    def _boxes(self) -> list[tuple[Box, int]]:
+    def held_boxes(self) -> list[tuple[Box, int]]:
         """Return (box, its first element in this rank's slice), in order. Raise CheckpointError for a tensor-parallel shard."""
         if self._home.distributed:
             raise CheckpointError(
@@ -118,70 +117,20 @@ class HasChunks(Sliced):
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """Return what this rank writes."""
-        return _write_items(fqn, tuple(self.shape), self.dtype, [box for box, _ in self._boxes()])
+        return write_items(fqn, tuple(self.shape), self.dtype, [box for box, _ in self.held_boxes()])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the boxes that this rank holds."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self._boxes()]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.held_boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the box at an offset. Raise ValueError if this rank holds none there."""
         offset = None if index.offset is None else tuple(index.offset)
-        for box, first in self._boxes():
+        for box, first in self.held_boxes():
             if offset in (None, box.offsets):
                 return LocalBox(self, box.sizes, torch.empty(box.sizes, device="meta").stride(), first)
         if self.shape.numel() == 0:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         raise ValueError(f"{index.fqn}: this rank holds no box at {offset} of {tuple(self.shape)}")
-
-
-class HostSlice(torch.Tensor):
-    """A copy on the host of what this rank holds of a sharded tensor, for DCP to save when the tensor has other values already.
-
-    It can be pickled, for DCP's process that saves; nothing is computed with it.
-    """
-
-    _local: Tensor
-    _boxes: list[tuple[Box, int]]  # (box, its first element in _local)
-
-    @staticmethod
-    def __new__(cls, local: Tensor, shape: tuple[int, ...], boxes: list[tuple[Box, int]]) -> HostSlice:
-        made = torch_compat.make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        made._local, made._boxes = local, boxes
-        return made
-
-    @classmethod
-    def of(cls, tensor: HasChunks) -> HostSlice:
-        """Return a copy of this rank's slice of a tensor."""
-        local = tensor._local.detach()
-        copy = torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local)
-        return cls(copy, tuple(tensor.shape), tensor._boxes())
-
-    __torch_function__ = torch_compat.disabled_torch_function
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-    ) -> NoReturn:
-        raise CheckpointError(f"{func}: expected torch.distributed.checkpoint to save this copy of a slice, and nothing else.")
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"HostSlice(shape={tuple(self.shape)}, {self._local.numel()} elements)"
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
-        return HostSlice, (self._local, tuple(self.shape), self._boxes)
-
-    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """Return what this rank writes."""
-        return _write_items(fqn, tuple(self.shape), self.dtype, [box for box, _ in self._boxes])
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the box at an offset. Raise ValueError if the copy has none there."""
-        for box, first in self._boxes:
-            if index.offset is None or tuple(index.offset) == box.offsets:
-                return self._local[first : first + box.numel].view(box.sizes)
-        if 0 in self.shape:
-            return torch.empty(tuple(self.shape), dtype=self.dtype)
-        raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset} of {tuple(self.shape)}")

@@ -114,10 +114,11 @@ class ShardedTensor(HasChunks, HasNoMemory):
         )
 
     def __deepcopy__(self, memo: dict) -> ShardedTensor:
-        """Copy this rank's slice of a gradient, a result, or a parameter before zs.shard; raise for one of a sharded model."""
+        """Copy this rank's slice of a gradient, a result, an entry of a state dict, or a parameter before zs.shard; raise for a
+        parameter of a sharded model."""
         if isinstance(self, ShardedParameter) and hasattr(self._home, "copy_of"):  # made under zs.init, not sharded yet
             return memo.setdefault(id(self), self._home.copy_of(self))
-        if self._of_parameter:
+        if isinstance(self, ShardedParameter):
             raise ShardedAccessError(
                 f"{self._home.name}: a sharded model can not be deep-copied. Copy it before zs.shard(), or take "
                 "zs.full_state_dict(model)."
@@ -152,6 +153,11 @@ class ShardedTensor(HasChunks, HasNoMemory):
         if self._home.shown is None:
             raise AttributeError(f"{type(self).__name__} has no {name}")
         return self._home.shown
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(rank, number of ranks) among the ranks that hold the slices."""
+        return self._home.comm.rank, self._home.comm.world_size
 
     def to_local(self) -> Tensor:
         """Return this rank's slice (stop - start,), sharing memory: read only; write to the sharded tensor. Differentiable."""
