@@ -46,5 +46,7 @@ def test_checkpoints_of_model_parallel_strategies_know_models_of_the_door(monkey
     lightning_compat.show_models(lambda given: given is wanted)
     for kind in kinds:
         for name in ("save_checkpoint", "load_checkpoint"):
-            with pytest.raises(zs.ConfigError, match=r"ModelParallelStrategy.*has no _has_dtensor_modules.*pip install 'lightning>=2.6"):
+            with pytest.raises(
+                zs.ConfigError, match=r"ModelParallelStrategy.*has no _has_dtensor_modules.*pip install 'lightning>=2.6"
+            ):
                 getattr(kind, name)(None, "path")

@@ -87,11 +87,11 @@ def copies_of(tree: Any) -> Any:
 def in_one_box(tree: Any) -> Any:
     """Return nested dictionaries and lists with copies of rows in the place of sharded tensors (collective).
 
-    Raise CheckpointError for a copy of a slice that is several boxes, since other ranks can not be asked any more.
+    Raise CheckpointError for a copy of a slice: other ranks can not be asked for the rest of its rows any more.
     """
 
     def rows(value: Any) -> Any:
-        if isinstance(value, HostSlice) and len(value.boxes) > 1:
+        if isinstance(value, HostSlice):  # on all ranks, also where a slice is one box
             raise CheckpointError(
                 "dcp.async_save of a model of zeroshard.fsdp to safetensors: a file has one box of a tensor for each rank, and a slice may be "
                 "three. Save at once, dcp.save(..., storage_writer=HuggingFaceStorageWriter(...)), or what get_model_state_dict gives "

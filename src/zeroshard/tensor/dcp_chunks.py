@@ -91,9 +91,7 @@ def write_items(fqn: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: lis
         WriteItem(
             index=MetadataIndex(fqn, box.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), properties, size
-            ),
+            tensor_data=TensorWriteData(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), properties, size),
         )
         for box in boxes
     ]
