@@ -67,6 +67,7 @@ from .state.slices import NamedPart, StateSlice, loaded, slices_of
 from .state.state_loading import Restoring, SavedState
 from .state.tied_copy import TiedCopy
 from .tensor.chunks import Box, boxes_of, overlap
+from .tensor.home import Shown
 from .tensor.part import Part
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .tensor.state_column import StateColumn
@@ -91,7 +92,7 @@ __all__ = [  # noqa: RUF022  # by subject
     # memory of constant size, and copies between tiers
     "BufferPool", "Links", "Rehearsal", "StagingPool",
     # tensors of which a rank holds a slice, and parts of larger ones
-    "Box", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap",
+    "Box", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "Shown", "StateColumn", "boxes_of", "overlap",
     # optimizers
     "ONE_OPTIMIZER", "Options", "State", "inner_copy", "other_optimizers",
     # how a model is laid out, for formulas
@@ -267,9 +268,9 @@ class Engine:
             ranks = group.gradients.comm.world_size * group.gradients.comm.replicas
             group.gradients.summed = group.topology.summed * ranks / factor
 
-    def show(self, mesh: Any, placements: tuple[Any, ...]) -> None:
-        """Let sharded parameters show a DeviceMesh and placements, as DTensors do."""
-        self._runtime.shown = mesh, placements
+    def show(self, shown: Shown) -> None:
+        """Let sharded parameters show a DeviceMesh and placements, as DTensors do, and be read by any operation (collective)."""
+        self._runtime.shown = shown
 
     def draw_alike(self) -> None:
         """Let draws in place on sharded parameters be rank 0's, from now on, if ranks' default generators differ (collective)."""

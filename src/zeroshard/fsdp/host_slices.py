@@ -19,6 +19,8 @@ from ..seam import Box, ShardedTensor
 from ..tensor.dcp_chunks import write_items
 from ..utils import torch_compat
 
+Tree = Any  # nested dictionaries, lists and tuples, or a leaf of one
+
 if TYPE_CHECKING:  # these imports take a second
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
@@ -56,7 +58,7 @@ class HostSlice(torch.Tensor):
     __torch_function__ = torch_compat.disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> NoReturn:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: object, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> NoReturn:  # type: ignore[override]
         raise CheckpointError(f"{func}: expected torch.distributed.checkpoint to save this copy of a slice, and nothing else.")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -79,18 +81,18 @@ class HostSlice(torch.Tensor):
         raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset} of {tuple(self.shape)}")
 
 
-def copies_of(tree: Any) -> Any:
+def copies_of(tree: Tree) -> Tree:
     """Return nested dictionaries and lists with copies of slices in the place of sharded tensors."""
     return mapped(tree, lambda value: HostSlice.of(value) if isinstance(value, ShardedTensor) else value)
 
 
-def in_one_box(tree: Any) -> Any:
+def in_one_box(tree: Tree) -> Tree:
     """Return nested dictionaries and lists with copies of rows in the place of sharded tensors (collective).
 
     Raise CheckpointError for a copy of a slice: other ranks can not be asked for the rest of its rows any more.
     """
 
-    def rows(value: Any) -> Any:
+    def rows(value: Tree) -> Tree:
         if isinstance(value, HostSlice):  # on all ranks, also where a slice is one box
             raise CheckpointError(
                 "dcp.async_save of a model of zeroshard.fsdp to safetensors: a file has one box of a tensor for each rank, and a slice may be "
@@ -104,7 +106,7 @@ def in_one_box(tree: Any) -> Any:
     return mapped(tree, rows)
 
 
-def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+def mapped(tree: Tree, function: Callable[[Tree], Tree]) -> Tree:
     """Return nested dictionaries, lists and tuples with a function of each leaf."""
     if isinstance(tree, dict):
         return {key: mapped(value, function) for key, value in tree.items()}
@@ -113,12 +115,12 @@ def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
     return function(tree)
 
 
-def without_copies(tree: Any) -> Any:
+def without_copies(tree: Tree) -> Tree:
     """Return a tree of `copies_of` with None in their places, for torch's stagers, which copy all else."""
     return mapped(tree, lambda value: None if isinstance(value, HostSlice) else value)
 
 
-def with_copies(staged: Any, copies: Any) -> Any:
+def with_copies(staged: Tree, copies: Tree) -> Tree:
     """Return a staged tree with the slices of another one in their places."""
     if isinstance(copies, dict):
         return {key: with_copies(staged[key], value) for key, value in copies.items()}

@@ -277,7 +277,7 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         )
 
 
-def holds_models(module: Any) -> bool:
+def holds_models(module: object) -> bool:
     """Return whether a module is, or holds, one that fully_shard was called on; these are sharded then (collective)."""
     found = [each for each in module.modules() if isinstance(each, FSDPModule)] if isinstance(module, nn.Module) else []
     for each in found:

@@ -20,14 +20,14 @@ from torch.distributed.checkpoint import staging
 
 from ..seam import ShardedTensor
 from ..utils.torch_compat import replace_state_dict_functions
-from .host_slices import copies_of, in_one_box, mapped, with_copies, without_copies
+from .host_slices import Tree, copies_of, in_one_box, mapped, with_copies, without_copies
 
 
 @functools.cache
 def serve_state_dicts() -> None:
     """Let torch's functions on state dictionaries gather and cut sharded tensors, from now on and for the process."""
 
-    def gather(plain: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def gather(plain: Callable[..., Tree], state_dict: Tree, *args: object, **kwargs: Any) -> Tree:
         return plain(_whole(state_dict, kwargs.get("ranks_only", ()), kwargs.get("cpu_offload", False)), *args, **kwargs)
 
     def broadcast(
@@ -53,16 +53,16 @@ def _stage_copies() -> None:
             kind.stage = _staging(kind.stage)
 
 
-def _staging(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _staging(plain: Callable[..., Tree]) -> Callable[..., Tree]:
     @functools.wraps(plain)
-    def stage(self: Any, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def stage(self: object, state_dict: Tree, *args: object, **kwargs: object) -> Tree:
         copies = copies_of(state_dict)
         staged = plain(self, without_copies(copies), *args, **kwargs)
         if not isinstance(staged, Future):
             return with_copies(staged, copies)
-        whole: Future[Any] = Future()
+        whole: Future[Tree] = Future()
 
-        def fill(done: Future[Any]) -> None:
+        def fill(done: Future[Tree]) -> None:
             try:
                 whole.set_result(with_copies(done.result(), copies))
             except BaseException as error:  # it is raised where the program waits
@@ -74,10 +74,10 @@ def _staging(plain: Callable[..., Any]) -> Callable[..., Any]:
     return stage
 
 
-def _whole(tree: Any, ranks_only: tuple[int, ...], on_host: bool) -> Any:
+def _whole(tree: Tree, ranks_only: tuple[int, ...], on_host: bool) -> Tree:
     """Return nested dictionaries and lists with whole tensors in place of sharded ones (collective)."""
 
-    def gathered(value: Any) -> Any:
+    def gathered(value: Tree) -> Tree:
         if not isinstance(value, ShardedTensor):
             return value
         whole = value.full_tensor()

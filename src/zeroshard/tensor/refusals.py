@@ -82,19 +82,19 @@ class HasNoMemory(Sliced):
         Raise ShardedAccessError for a result that was computed from slices.
         """
         if not (self._of_parameter or self._of_gradient):
-            self._refuse_memory()
+            self.refuse_memory()
         return NoAddress(self._home, self._of_gradient, self)
 
     const_data_ptr = data_ptr
 
     def untyped_storage(self) -> Any:
-        """Return an object that tells by `data_ptr()` whose memory it is, where the model shows itself as DTensors, and refuses all else;
-        raise ShardedAccessError elsewhere: no rank has the memory of the whole tensor."""
+        """Raise ShardedAccessError: no rank has the memory of the whole tensor. Under zeroshard.fsdp what is returned has an address."""
         if self._home.shown is None or not (self._of_parameter or self._of_gradient):
-            self._refuse_memory()
-        return NoMemory(self)
+            self.refuse_memory()
+        return self._home.shown.storage(self)
 
-    def _refuse_memory(self) -> NoReturn:
+    def refuse_memory(self) -> NoReturn:
+        """Raise ShardedAccessError."""
         if self._of_gradient:
             remedy = "take zs.full_gradients(model), on all ranks"
         elif self._pickled_by != HasNoMemory._pickled_by:
@@ -109,12 +109,10 @@ class HasNoMemory(Sliced):
             f"the whole. To save: {remedy}."
         )
 
-    def storage(self) -> NoReturn:
-        """Raise ShardedAccessError: no rank has the memory of the whole tensor."""
-        self._refuse_memory()
+    storage = refuse_memory
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
-        self._refuse_memory()
+        self.refuse_memory()
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,20 +128,6 @@ class NoAddress:
     tensor: HasNoMemory = field(compare=False)
 
     def _refuse(self, *_: object) -> NoReturn:
-        self.tensor._refuse_memory()
+        self.tensor.refuse_memory()
 
     __int__ = __index__ = __add__ = __radd__ = __sub__ = __mod__ = __lt__ = __gt__ = __le__ = __ge__ = __format__ = _refuse
-
-
-@dataclass(frozen=True)
-class NoMemory:
-    """The result of a sharded tensor's `untyped_storage` under zeroshard.fsdp: programs compare its address with another's."""
-
-    tensor: HasNoMemory
-
-    def data_ptr(self) -> NoAddress:
-        """Return the tensor's own `data_ptr()`."""
-        return self.tensor.data_ptr()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        self.tensor._refuse_memory()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex, TypeVar
+from typing import SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,7 @@ from ..utils.torch_compat import OpOverload, faking, tree_map_only
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import HasChunks
 from .differentiable import ReadableWhole, read
-from .gathered_view import viewed
-from .home import Home, RangeHome
+from .home import Home, RangeHome, Shown
 from .norms import allow_foreach, take_norms
 from .op_classes import NORMS, READS, computes
 from .refusals import HasNoMemory, remedy_of
@@ -140,16 +139,16 @@ class ShardedTensor(HasChunks, HasNoMemory):
         return self.gathered().tolist() if self._computed else self.numpy()
 
     @property
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> object:
         """The DeviceMesh that the tensor's model was given, where the model shows it (zeroshard.fsdp)."""
-        return self._shown("device_mesh")[0]
+        return self._shown("device_mesh").mesh
 
     @property
-    def placements(self) -> tuple[Any, ...]:
+    def placements(self) -> tuple[object, ...]:
         """Placements by which to distribute a whole tensor that is to be copied to this one, where the model shows them."""
-        return self._shown("placements")[1]
+        return self._shown("placements").placements
 
-    def _shown(self, name: str) -> tuple[Any, tuple[Any, ...]]:
+    def _shown(self, name: str) -> Shown:
         if self._home.shown is None:
             raise AttributeError(f"{type(self).__name__} has no {name}")
         return self._home.shown
@@ -374,10 +373,11 @@ def _reads_whole(name: str, tree: object) -> bool:
 def _beyond(func: OpOverload, args: tuple, kwargs: dict) -> object:
     """Compute what slices do not allow, and what writes nothing, with gathered tensors (collective) where all of them are of a model
     that shows itself as DTensors, whose operations are collective, too; raise for any other, or if autograd would record it."""
-    tensors = _found(ShardedTensor, (args, kwargs))
-    if func._schema.is_mutable or any(tensor._home.shown is None for tensor in tensors):
+    homes = [tensor._home for tensor in _found(ShardedTensor, (args, kwargs))]
+    shown = homes[0].shown
+    if func._schema.is_mutable or shown is None or any(home.shown is None for home in homes):
         raise _refusal(func, args, kwargs)
-    return viewed(func, _of_whole(func, args, kwargs), tensors[0]._home.name)
+    return shown.view(func, _of_whole(func, args, kwargs), homes[0].name)
 
 
 def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:

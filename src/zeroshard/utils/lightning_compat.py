@@ -32,7 +32,7 @@ def synchronise_layers(strategy: Any, model: nn.Module) -> None:
         raise lacking("lightning", "_layer_sync of a strategy", NAMES["_layer_sync"])
 
 
-def show_models(is_sharded: Callable[[Any], bool]) -> None:
+def show_models(is_sharded: Callable[[object], bool]) -> None:
     """Let Lightning's ModelParallelStrategy save and load what `is_sharded` says, beside models of DTensors, which it looks for.
 
     It acts on the packages that the program has imported. Where one lacks the name, its saves and loads raise ConfigError.
@@ -52,13 +52,13 @@ def show_models(is_sharded: Callable[[Any], bool]) -> None:
         module._shows_zeroshard = True  # type: ignore[attr-defined]
 
 
-def _either(plain: Callable[[Any], bool], is_sharded: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _either(plain: Callable[[object], bool], is_sharded: Callable[[object], bool]) -> Callable[[object], bool]:
     @functools.wraps(plain)
-    def has_dtensor_modules(module: Any) -> bool:
+    def has_dtensor_modules(module: object) -> bool:
         return plain(module) or is_sharded(module)
 
     return has_dtensor_modules
 
 
-def _refused(*_: Any, **__: Any) -> NoReturn:
+def _refused(*_: object, **__: object) -> NoReturn:
     raise lacking("lightning", "_has_dtensor_modules", _CHECKPOINTS)

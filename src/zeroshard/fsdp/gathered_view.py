@@ -1,14 +1,17 @@
-"""What a view that is no range of a slice (w[:, 2], w.t()) gives where a model shows itself as DTensors: a view of a gathered copy."""
+"""What parameters at rest give to a program that takes them for DTensors: views of gathered copies, where w[:, 2] or w.t() is no
+range of a slice; and a storage whose address can be compared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex
+from dataclasses import dataclass
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from ..errors import ShardedWriteError
+from ..seam import ShardedTensor
 from ..utils import torch_compat
 from ..utils.torch_compat import OpOverload, tree_map_only
 
@@ -29,7 +32,7 @@ class GatheredView(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> object:
         if func is Tensor.contiguous:  # of a tensor that is contiguous, torch returns the tensor itself
             return args[0]._copy.contiguous(*args[1:], **(kwargs or {}))
         with torch_compat.DisableTorchFunctionSubclass():
@@ -62,11 +65,11 @@ class GatheredView(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"GatheredView({self._name}, {self._copy!r})"
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> object:  # type: ignore[override]
         """Return an array that is a copy."""
         return self._copy.clone().numpy(force=force)
 
-    def tolist(self) -> Any:
+    def tolist(self) -> object:  # type: ignore[override]
         """Return the elements."""
         return self._copy.tolist()
 
@@ -78,7 +81,7 @@ class GatheredView(torch.Tensor):
         """Return the storage of the copy."""
         return self._copy.untyped_storage()
 
-    def storage(self) -> Any:
+    def storage(self) -> torch.TypedStorage:
         """Return the storage of the copy; torch.distributed.checkpoint then copies the view out of it."""
         return self._copy.storage()
 
@@ -86,3 +89,17 @@ class GatheredView(torch.Tensor):
 def viewed(func: OpOverload, result: object, name: str) -> object:
     """Return the result of an operation on a gathered copy of tensor `name`: where it is a view, such that a write raises."""
     return tree_map_only(Tensor, lambda each: GatheredView(each, name), result) if func.is_view else result
+
+
+@dataclass(frozen=True)
+class NoMemory:
+    """The result of a sharded tensor's `untyped_storage`: programs compare its address with another's; all else raises."""
+
+    tensor: ShardedTensor
+
+    def data_ptr(self) -> object:
+        """Return the tensor's own `data_ptr()`."""
+        return self.tensor.data_ptr()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self.tensor.refuse_memory()
