@@ -1,5 +1,5 @@
-"""What parameters at rest give to a program that takes them for DTensors: views of gathered copies, where w[:, 2] or w.t() is no
-range of a slice; and a storage whose address can be compared."""
+"""Views of gathered copies, which w[:, 2] or w.t() of a parameter at rest gives to a program that takes it for a DTensor; and its
+storage, whose address can be compared."""
 
 from __future__ import annotations
 

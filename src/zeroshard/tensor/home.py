@@ -20,7 +20,7 @@ class Ranks(Protocol):
 
 
 class Shown(NamedTuple):
-    """What tensors show to a program that was written for DTensors (zeroshard.fsdp)."""
+    """The face of tensors for a program that was written for DTensors (zeroshard.fsdp)."""
 
     mesh: object  # a DeviceMesh
     placements: tuple[object, ...]
@@ -62,7 +62,7 @@ class Home:
 
     @property
     def shown(self) -> Shown | None:
-        """What the tensor shows to code that takes it for a DTensor; None: nothing."""
+        """The tensor's face for code that takes it for a DTensor; None: it has none."""
         return None
 
     @property
