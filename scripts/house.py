@@ -278,7 +278,7 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 69_700,
+    "lines of src/zeroshard and benchmarks": 70_100,
     "lines of ring 0 (engine/)": 8_800,
     "lines of ring 1": 12_000,
     "imports that leave ring 0": 0,
@@ -289,7 +289,7 @@ BOUNDS: dict[str, float] = {
     "files to own for engine and optimizer (engine.optimizer)": 69,
     "lines of these, engine.optimizer": 12_400,
     "files to own for zs.shard (api)": 178,
-    "lines of these, api": 33_300,
+    "lines of these, api": 33_400,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,
     "places of comm inside the engine": 0,
@@ -329,7 +329,7 @@ BOUNDS: dict[str, float] = {
     "files that the model enters in zs.shard": 16,
     "fields of Runtime that change": 9,
     "fields of Unit that change": 10,
-    "Any in 1,000 lines": 12.3,
+    "Any in 1,000 lines": 12.1,
     COMMENTS: 4.2,
 }
 

@@ -68,6 +68,7 @@ from .state.state_loading import Restoring, Restorings, SavedState
 from .state.tied_copy import TiedCopy
 from .tensor.attributes import NOT_SHARDED, stays_whole
 from .tensor.chunks import Box, boxes_of, overlap
+from .tensor.home import Shown
 from .tensor.part import Part
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .tensor.state_column import StateColumn
@@ -94,7 +95,7 @@ __all__ = [  # noqa: RUF022  # by subject
     # memory of constant size, and copies between tiers
     "BufferPool", "Links", "Rehearsal", "StagingPool",
     # tensors of which a rank holds a slice, and parts of larger ones
-    "Box", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "StateColumn", "boxes_of", "overlap", "NOT_SHARDED", "stays_whole",
+    "Box", "NOT_SHARDED", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "Shown", "StateColumn", "boxes_of", "overlap", "stays_whole",
     # optimizers
     "ONE_OPTIMIZER", "Optimizers", "Options", "State", "inner_copy", "other_optimizers",
     # how a model is laid out, for formulas
@@ -245,9 +246,9 @@ class Engine:
         """Return the units that forwards of these modules gather, to gather and release them by hand."""
         return ModuleUnits(self._runtime, modules)
 
-    def show(self, mesh: Any, placements: tuple[Any, ...]) -> None:
-        """Let sharded parameters show a DeviceMesh and placements, as DTensors do."""
-        self._runtime.shown = mesh, placements
+    def show(self, shown: Shown) -> None:
+        """Let sharded parameters show a DeviceMesh and placements, as DTensors do, and be read by any operation (collective)."""
+        self._runtime.shown = shown
 
     def draw_alike(self) -> None:
         """Let draws in place on sharded parameters be rank 0's, from now on, if ranks' default generators differ, or ranks are threads

@@ -1,5 +1,6 @@
 """zeroshard.fsdp beside torch's FSDP2: the same program with either gives equal losses, norms, parameters and optimizer states."""
 
+import copy
 import dataclasses
 import os
 import subprocess
@@ -10,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed._composable import replicate
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, async_save
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -742,6 +747,202 @@ def test_checkpoints_go_both_ways_and_to_other_world_sizes(tmp_path):
                 assert mine == pytest.approx(its, abs=2e-6, rel=1e-5), case
 
 
+class Fused(nn.Linear):
+    """A matrix that state dicts show as two, of other rows each, as torchtitan's fused attention does."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, 4 * 3, bias=False)
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._merge)
+
+    @staticmethod
+    def _split(module, state, prefix, metadata):
+        whole = state.pop(f"{prefix}weight")
+        whole = whole.redistribute(placements=[Replicate()]) if isinstance(whole, DTensor) else whole
+        rows = whole.reshape(2, 2, 3, module.in_features)
+        state[f"{prefix}q"] = rows[:, :1].reshape(-1, module.in_features).contiguous()
+        state[f"{prefix}k"] = rows[:, 1].reshape(-1, module.in_features).contiguous()
+
+    @staticmethod
+    def _merge(module, state, prefix, *args):
+        parts = [state.pop(f"{prefix}{name}") for name in "qk"]
+        if isinstance(parts[0], DTensor):
+            parts = [part.redistribute(placements=[Replicate()]) for part in parts]
+        rows = [part.reshape(2, 1, 3, module.in_features) for part in parts]
+        state[f"{prefix}weight"] = torch.cat(rows, dim=1).reshape(-1, module.in_features)
+
+
+def _fused(rank, ranks, folder):
+    """State dicts whose entries hooks cut and join, and what programs ask of a parameter at rest."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for name, door in DOORS.items():
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(5, 7), Fused(7))
+        door.fully_shard(model[1])
+        door.fully_shard(model)
+        state = model.state_dict()
+        dcp_save({"model": state}, checkpoint_id=f"{folder}/{name}")
+        weight = model[0].weight
+        penalty = torch.linalg.norm(weight, dim=1).sum() + weight.norm()
+        penalty.backward()
+        with torch.no_grad():
+            asked = [weight[:, 2], weight.t().sum(0), torch.linalg.norm(weight, dim=0), weight.grad]
+            asked = [each.full_tensor() if hasattr(each, "full_tensor") else each + 0 for each in asked]
+            kept = {key: value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for key, value in state.items()}
+            for param in model.parameters():
+                param.zero_()
+        state = model.state_dict()
+        dcp_load({"model": state}, checkpoint_id=f"{folder}/{name}")
+        model.load_state_dict(state)
+        again = {
+            key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in model.state_dict().items()
+        }
+        found[name] = kept, again, asked
+        if name == "zeroshard":
+            storage = weight.detach().untyped_storage()
+            assert storage.data_ptr() == model.state_dict()["0.weight"].untyped_storage().data_ptr()
+            with pytest.raises(zs.ShardedAccessError, match="this rank holds a slice"):
+                storage.nbytes()
+            view = weight.detach()[:, 2]
+            with pytest.raises(
+                zs.ShardedWriteError, match=r"would write to a copy of 0.weight.*zs.gathered\(module, write=True\)"
+            ):
+                view.fill_(1.0)
+            with pytest.raises(zs.ShardedWriteError, match="would write to a copy"):
+                weight.detach()[:, 2] = 1.0
+            assert type(view.contiguous()) is torch.Tensor
+    return found
+
+
+@pytest.mark.processes
+def test_state_dicts_may_be_cut_and_joined_by_hooks(tmp_path):
+    for found in run_processes(_fused, 2, str(tmp_path)):
+        for name in DOORS:
+            kept, again, _ = found[name]
+            assert kept.keys() == again.keys() == {"0.weight", "0.bias", "1.q", "1.k"}
+            for key, value in kept.items():
+                assert torch.equal(value, again[key]) and torch.equal(value, found["torch"][0][key]), key
+        for mine, its in zip(found["zeroshard"][2], found["torch"][2], strict=True):
+            torch.testing.assert_close(mine, its)
+
+
+def _stagers():
+    plain = dict.fromkeys(("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy"), False)
+    return {
+        "default": (AsyncCheckpointerType.THREAD, lambda: None),
+        "blocking": (AsyncCheckpointerType.THREAD, BlockingAsyncStager),
+        "in a thread": (
+            AsyncCheckpointerType.THREAD,
+            lambda: DefaultStager(StagingOptions(**{**plain, "use_async_staging": True})),
+        ),
+        "in a process": (
+            AsyncCheckpointerType.PROCESS,
+            lambda: DefaultStager(StagingOptions(**{**plain, "use_shared_memory": True})),
+        ),
+    }
+
+
+def _async_saves(rank, ranks, folder, stagers):
+    """Save while training goes on; load what was saved. Its values are those of the call."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group, found = dist.new_group(backend="gloo"), {}
+    for name in stagers:
+        kind, stager = _stagers()[name]
+        for policy in ({}, {"mp_policy": BF16}):
+            model = wrapped(fsdp, **policy)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+            steps(model, optimizer, rank, 0, 2)
+            expected, path = states(model, optimizer), f"{folder}/{name} {len(policy)}"
+            state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            saving = async_save(
+                state, checkpoint_id=path, process_group=group, async_checkpointer_type=kind, async_stager=stager()
+            )
+            steps(model, optimizer, rank, 2, 4)
+            getattr(saving, "upload_completion", saving).result()
+            assert not torch.equal(get_model_state_dict(model, options=FULL)["head.weight"], expected["model"]["head.weight"])
+            model = wrapped(fsdp, **policy)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+            state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp_load(state, checkpoint_id=path)
+            set_model_state_dict(model, state["model"])
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            found[path] = expected, states(model, optimizer)
+    return found
+
+
+def check_saves(found, number) -> None:
+    assert len(found) == 2 * number
+    for path, (expected, loaded) in found.items():
+        assert expected.keys() == loaded.keys()
+        for kind, values in expected.items():
+            for name, value in values.items():
+                assert torch.equal(loaded[kind][name], value), (path, kind, name)
+
+
+@pytest.mark.processes
+def test_async_saves_have_the_values_of_the_call(tmp_path):
+    stagers = [name for name in _stagers() if name != "in a process"]
+    for found in run_processes(_async_saves, 2, str(tmp_path), stagers):
+        check_saves(found, len(stagers))
+
+
+PROCESS = """
+import os, sys
+if __name__ == "__main__":
+    sys.path[:0] = sys.argv[2:]
+    from test_fsdp import _async_saves, check_saves
+    check_saves(_async_saves(int(os.environ["RANK"]), 2, sys.argv[1], ["in a process"]), 1)
+    print("equal", flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_async_saves_of_a_process(tmp_path):  # torch starts it by the file that is run
+    (tmp_path / "save.py").write_text(PROCESS)
+    own = os.path.dirname(__file__)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "save.py")]
+    command += [str(tmp_path), own, os.path.join(own, "../support")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and done.stdout.count("equal") == 2, done.stderr
+
+
+def _safetensors(rank, ranks, folder):
+    """A folder of torch's safetensors, which have one box of a tensor for each rank; read by the other door."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for name, door in DOORS.items():
+        model = wrapped(door)
+        steps(model, torch.optim.AdamW(model.parameters(), lr=0.02), 0, 0, 1)
+        writer = HuggingFaceStorageWriter(f"{folder}/{name}", save_distributed=True, enable_consolidation=True)
+        dcp_save(get_model_state_dict(model), storage_writer=writer)
+        found[name] = get_model_state_dict(model, options=FULL), dict(wrapped(door).state_dict())
+    for name, other in (("torch", "zeroshard"), ("zeroshard", "torch")):
+        model = wrapped(DOORS[other])
+        state = get_model_state_dict(model)
+        dcp_load(state, storage_reader=HuggingFaceStorageReader(f"{folder}/{name}"))
+        set_model_state_dict(model, state)
+        found[name] = found[name][0], get_model_state_dict(model, options=FULL)
+    state = get_model_state_dict(wrapped(fsdp))
+    writer = HuggingFaceStorageWriter(f"{folder}/async", save_distributed=True)
+    with pytest.raises(zs.CheckpointError, match="dcp.async_save.*to safetensors.*full_state_dict=True"):
+        async_save(state, storage_writer=writer, process_group=dist.new_group(backend="gloo")).result()
+    return found
+
+
+@pytest.mark.processes
+def test_safetensors_of_torch_go_both_ways(tmp_path):
+    for rank, found in enumerate(run_processes(_safetensors, 2, str(tmp_path))):
+        for name, (expected, loaded) in found.items():
+            whole = load_file(tmp_path / name / "model-00001-of-00001.safetensors")
+            assert expected.keys() == loaded.keys() == whole.keys()
+            for key, value in expected.items():
+                assert torch.equal(value, loaded[key]) and torch.equal(value, whole[key]), (rank, name, key)
+
+
 def _gains(rank, ranks):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -836,6 +1037,29 @@ def test_optimizers_of_parts_that_a_later_one_joins():
     assert first.last_step.grad_norm > 0
     for param, value in zip((one.blocks[0].up.weight, other.head.weight), before, strict=True):
         assert param.grad is None and not torch.equal(param.full_tensor(), value)
+
+
+def test_copies_of_state_dicts_are_gone_back_to():
+    model = wrapped(fsdp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    steps(model, optimizer, 0, 0, 2)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert list(kept[1]["state"]) == list(range(len(list(model.parameters()))))
+    found = steps(model, optimizer, 0, 2, 4)
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    assert steps(model, optimizer, 0, 2, 4) == found
+    with pytest.raises(zs.ShardedAccessError, match="can not be deep-copied"):
+        copy.deepcopy(model.head.weight)
+
+
+def test_a_forward_inside_of_gathered_computes_as_any():
+    model = wrapped(fsdp, mp_policy=BF16)
+    expected = loss_of(model, 0, 0).item()
+    with zs.gathered(model), torch.no_grad():
+        assert loss_of(model, 0, 0).item() == expected
+    with pytest.raises(zs.ModelChanged, match="was converted from torch.float32"):
+        model.embedding.weight.data = model.embedding.weight.data.half()
 
 
 def test_a_failed_step_is_cleared_by_reset_iter_state():

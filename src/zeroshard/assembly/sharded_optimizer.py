@@ -128,6 +128,9 @@ class ShardedOptimizer:
         for key, entries in found["state"].items():
             if isinstance(entries, ParameterState):
                 found["state"][key] = {k: _apart(v) for k, v in entries.items()}
+        order = [key for group in found["param_groups"] for key in group["params"]]
+        first = {key: found["state"].pop(key) for key in order if key in found["state"]}
+        found["state"] = first | found["state"]
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ModelChanged, ShardedWriteError
-from ..tensor.home import Home
+from ..tensor.home import Home, Shown
 from ..tensor.part import Distribution, Part, Piece, part_of
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils.aligned import bytes_of
@@ -120,7 +120,7 @@ class ParamHome(Home):
         return self.group.unit.name
 
     @property
-    def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
+    def shown(self) -> Shown | None:
         return self.group.runtime.shown
 
     @property

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..errors import ConfigError, ModelClosed, ShardedAccessError, ZeroshardError
+from ..tensor.home import Shown
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
 from ..utils.autograd import ended, in_backward, leads_to_all, marked, memory_of, next_node, running_forward, transforming
@@ -91,7 +92,7 @@ class Runtime:
         self.moved = tiers.make_away()
         self.shows_masters = masters_shown.get()
         self.generator: torch.Generator | None = None  # of draws in place on sharded parameters; None: torch's default one
-        self.shown: tuple[Any, tuple[Any, ...]] | None = None  # DeviceMesh and placements that sharded parameters show
+        self.shown: Shown | None = None  # what sharded parameters show
         self.sharded_optimizers: list[Any] = []  # given to zs.shard or taken over since; ask `optimizers`
         self.awaiting: weakref.WeakSet[Any] = (
             weakref.WeakSet()

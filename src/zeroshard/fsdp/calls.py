@@ -31,12 +31,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ..api import close, shard
 from ..assembly.late_optimizer import expect, watch
 from ..errors import ConfigError
-from ..seam import FIRST_USE, NOT_SHARDED, Engine, engine_of, masters_shown, stays_whole
+from ..seam import FIRST_USE, NOT_SHARDED, Engine, Shown, engine_of, masters_shown, stays_whole
 from ..utils.setting import setting
 from ..utils.tensor_tree import map_tensors
 from ..utils.torch_compat import own_parameters
 from ..values import values_to_come
 from .configuration import moved, options_of
+from .gathered_view import NoMemory, viewed
 from .state_dicts import serve_loads
 
 STATE = "_zeroshard_fsdp"  # entry of a module's __dict__: the Call that named it
@@ -344,7 +345,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
             given[name].__dict__[NOW] = param
     root.engine = engine_of(model)
     if mesh is not None:
-        root.engine.show(*root.shown())
+        root.engine.show(Shown(*root.shown(), viewed, NoMemory))
     serve_loads(model, root.engine)
     root.engine.draw_alike()
     for call in (root, *inner) if on_meta else ():

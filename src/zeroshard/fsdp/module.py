@@ -287,6 +287,14 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         )
 
 
+def holds_models(module: object) -> bool:
+    """Return whether a module is, or holds, one that fully_shard was called on; these are sharded then (collective)."""
+    found = [each for each in module.modules() if isinstance(each, FSDPModule)] if isinstance(module, nn.Module) else []
+    for each in found:
+        each._ready()
+    return bool(found)
+
+
 def _converted(fn: Callable[[torch.Tensor], torch.Tensor], param: nn.Parameter) -> torch.Tensor:
     return fn(torch.empty(0, dtype=param.dtype, device=param.device))
 

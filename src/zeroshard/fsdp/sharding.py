@@ -13,11 +13,12 @@ from torch.distributed.tensor import Shard
 
 from ..errors import ConfigError
 from ..seam import info_of
+from ..utils.lightning_compat import show_models
 from ..utils.torch_compat import say_fully_sharded
 from .calls import STATE, Call
 from .configuration import cast
 from .meshes import data_parallel
-from .module import Misused, become_fsdp
+from .module import Misused, become_fsdp, holds_models
 from .pipelining import serve_pipelines
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def fully_shard(
             each.register_forward_hook(_casts_output(policy.output_dtype))
     call.wait()
     serve_pipelines()
+    show_models(holds_models)
     return module
 
 

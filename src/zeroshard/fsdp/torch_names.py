@@ -1,7 +1,8 @@
-"""Names of torch that this door replaces: functions by which torch.distributed.checkpoint.state_dict moves tensors; and, for a
+"""Names of torch that this door replaces: functions by which torch.distributed.checkpoint moves and copies tensors; and, for a
 script that is not changed (`python -m zeroshard.fsdp`), FSDP2's public names.
 
-torch gathers and cuts DTensors alone, and takes any other tensor for a whole one. The functions here see to sharded tensors first.
+torch gathers, cuts and stages DTensors alone, and takes any other tensor for a whole one. The functions here see to sharded tensors
+first.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import staging
 
 from ..seam import ShardedTensor
 from ..utils.torch_compat import replace_state_dict_functions
+from .host_slices import Tree, copies_of, in_one_box, mapped, with_copies, without_copies
 
 
 @functools.cache
 def serve_state_dicts() -> None:
     """Let torch's functions on state dictionaries gather and cut sharded tensors, from now on and for the process."""
 
-    def gather(plain: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def gather(plain: Callable[..., Tree], state_dict: Tree, *args: object, **kwargs: Any) -> Tree:
         return plain(_whole(state_dict, kwargs.get("ranks_only", ()), kwargs.get("cpu_offload", False)), *args, **kwargs)
 
     def broadcast(
@@ -34,21 +38,54 @@ def serve_state_dicts() -> None:
         for key, mine in sharded.items():  # a few at a time, so that no rank has the whole model
             local[key] = torch.empty_like(mine).copy_(local[key])
 
-    replace_state_dict_functions(gather, broadcast)
+    replace_state_dict_functions(gather, broadcast, in_one_box)
+    _stage_copies()
 
 
-def _whole(tree: Any, ranks_only: tuple[int, ...], on_host: bool) -> Any:
+def _stage_copies() -> None:
+    """Let torch's stagers, by which dcp.async_save copies a state dictionary, copy sharded tensors at once, in the thread that calls.
+
+    A staging that goes on in a thread of its own would read slices where they rest, beside the training.
+    """
+    for name in ("DefaultStager", "BlockingAsyncStager"):
+        kind = getattr(staging, name, None)  # the first is there since torch 2.9
+        if kind is not None:
+            kind.stage = _staging(kind.stage)
+
+
+def _staging(plain: Callable[..., Tree]) -> Callable[..., Tree]:
+    @functools.wraps(plain)
+    def stage(self: object, state_dict: Tree, *args: object, **kwargs: object) -> Tree:
+        copies = copies_of(state_dict)
+        staged = plain(self, without_copies(copies), *args, **kwargs)
+        if not isinstance(staged, Future):
+            return with_copies(staged, copies)
+        whole: Future[Tree] = Future()
+
+        def fill(done: Future[Tree]) -> None:
+            try:
+                whole.set_result(with_copies(done.result(), copies))
+            except BaseException as error:  # it is raised where the program waits
+                whole.set_exception(error)
+
+        staged.add_done_callback(fill)
+        return whole
+
+    return stage
+
+
+def _whole(tree: Tree, ranks_only: tuple[int, ...], on_host: bool) -> Tree:
     """Return nested dictionaries and lists with whole tensors in place of sharded ones (collective)."""
-    if isinstance(tree, ShardedTensor):
-        value = tree.full_tensor()
+
+    def gathered(value: Tree) -> Tree:
+        if not isinstance(value, ShardedTensor):
+            return value
+        whole = value.full_tensor()
         if ranks_only and torch.distributed.get_rank() not in ranks_only:
-            return value.new_empty(0)  # torch drops it on this rank
-        return value.cpu() if on_host else value
-    if isinstance(tree, dict):
-        return {key: _whole(value, ranks_only, on_host) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_whole(value, ranks_only, on_host) for value in tree)
-    return tree
+            return whole.new_empty(0)  # torch drops it on this rank
+        return whole.cpu() if on_host else whole
+
+    return mapped(tree, gathered)
 
 
 _SHOWN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")

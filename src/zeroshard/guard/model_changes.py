@@ -17,7 +17,7 @@ from ..engine import watch
 from ..engine.comm.base import DirectComm
 from ..engine.unit import ParamGroup
 from ..errors import ModelChanged, ModelMismatch
-from ..tensor.attributes import stays_whole
+from ..tensor.attributes import stays_whole, whole_now
 from ..utils import torch_compat
 
 
@@ -50,11 +50,13 @@ class ModelWatch(watch.ModelWatch):
             dtypes = [param.dtype for param, _ in self._params]
         if dtypes != self._dtypes:
             params = zip(self._params, self._dtypes, dtypes, strict=True)
-            name, known, now = next((name, known, now) for (_, name), known, now in params if now != known)
-            raise ModelChanged(
-                f"parameter {name} was converted from {known} to {now} after zs.shard(), by half(), to(dtype) or the like. Give "
-                "precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
-            )
+            # inside `zs.gathered` a parameter that shows its master at rest is in the dtype of computation
+            converted = ((name, known, now) for (p, name), known, now in params if now != known and id(p) not in whole_now)
+            for name, known, now in converted:
+                raise ModelChanged(
+                    f"parameter {name} was converted from {known} to {now} after zs.shard(), by half(), to(dtype) or the like. Give "
+                    "precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
+                )
         if gathered:
             return
         if (

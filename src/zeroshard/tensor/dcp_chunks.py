@@ -79,10 +79,28 @@ class LocalBox(torch.Tensor):
         return self._plain().clone().__reduce_ex__(protocol)
 
 
+def write_items(fqn: str, shape: tuple[int, ...], dtype: torch.dtype, boxes: list[Box]) -> list[WriteItem]:
+    """Return what a rank writes that holds these boxes of a tensor. All ranks write a tensor without elements, of which DCP keeps one."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    size, properties = torch.Size(shape), TensorProperties(dtype=dtype)
+    if size.numel() == 0:
+        boxes = [Box((0,) * len(size), tuple(size))]
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, box.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), properties, size),
+        )
+        for box in boxes
+    ]
+
+
 class HasChunks(Sliced):
     """Mixin of sharded tensors: the methods that DCP calls (torch/distributed/_checkpointable.py)."""
 
-    def _boxes(self) -> list[tuple[Box, int]]:
+    def held_boxes(self) -> list[tuple[Box, int]]:
         """Return (box, its first element in this rank's slice), in order. Raise CheckpointError for a tensor-parallel shard."""
         if self._home.distributed:
             raise CheckpointError(
@@ -96,22 +114,8 @@ class HasChunks(Sliced):
         return found
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """Return what this rank writes. All ranks write a tensor without elements, of which DCP keeps one."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        size, properties = torch.Size(self.shape), TensorProperties(dtype=self.dtype)
-        boxes = [box for box, _ in self._boxes()] or ([Box((0,) * len(size), tuple(size))] if size.numel() == 0 else [])
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, box.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), properties, size
-                ),
-            )
-            for box in boxes
-        ]
+        """Return what this rank writes."""
+        return write_items(fqn, tuple(self.shape), self.dtype, [box for box, _ in self.held_boxes()])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the boxes that this rank holds, of a tensor that DCP is about to load."""
@@ -119,12 +123,12 @@ class HasChunks(Sliced):
 
         if self._of_parameter:
             self._home.before_load()
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self._boxes()]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.held_boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the box at an offset. Raise ValueError if this rank holds none there."""
         offset = None if index.offset is None else tuple(index.offset)
-        for box, first in self._boxes():
+        for box, first in self.held_boxes():
             if offset in (None, box.offsets):
                 return LocalBox(self, box.sizes, torch.empty(box.sizes, device="meta").stride(), first)
         if self.shape.numel() == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,15 @@ class Ranks(Protocol):
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         """Return the messages of all ranks, in rank order (collective)."""
+
+
+class Shown(NamedTuple):
+    """The face of tensors for a program that was written for DTensors (zeroshard.fsdp)."""
+
+    mesh: object  # a DeviceMesh
+    placements: tuple[object, ...]
+    view: Callable[..., object]  # (operation, its result on gathered copies, name) -> what the program gets
+    storage: Callable[..., object]  # tensor -> the result of its `untyped_storage()`
 
 
 class Home:
@@ -52,8 +61,8 @@ class Home:
         return False
 
     @property
-    def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
-        """DeviceMesh and placements that the tensor shows to code that asks a DTensor for them; None: it shows none."""
+    def shown(self) -> Shown | None:
+        """The tensor's face for code that takes it for a DTensor; None: it has none."""
         return None
 
     @property
@@ -162,7 +171,7 @@ class DerivedHome(Home):
         return self.parent.distributed
 
     @property
-    def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
+    def shown(self) -> Shown | None:
         return self.parent.shown
 
     @property

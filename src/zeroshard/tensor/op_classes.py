@@ -29,6 +29,7 @@ _WRITE = frozenset(
 )
 # reductions to one or a few numbers: at rest, a parameter is gathered for them (`_of_whole` in tensor/sharded_tensor.py)
 READS = frozenset("allclose amax amin argmax argmin count_nonzero equal item max mean median min prod std sum var".split())
+NORMS = frozenset("frobenius_norm linalg_matrix_norm linalg_norm linalg_vector_norm norm nuclear_norm".split())
 _ALIAS = frozenset(["detach"])  # a write to the result is a write to the parameter
 
 

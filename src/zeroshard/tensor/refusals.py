@@ -81,14 +81,20 @@ class HasNoMemory(Sliced):
 
         Raise ShardedAccessError for a result that was computed from slices.
         """
-        return (
-            NoAddress(self._home, self._of_gradient, self) if self._of_parameter or self._of_gradient else self.untyped_storage()
-        )
+        if not (self._of_parameter or self._of_gradient):
+            self.refuse_memory()
+        return NoAddress(self._home, self._of_gradient, self)
 
     const_data_ptr = data_ptr
 
-    def untyped_storage(self) -> NoReturn:
-        """Raise ShardedAccessError: no rank has the memory of the whole tensor."""
+    def untyped_storage(self) -> Any:
+        """Raise ShardedAccessError: no rank has the memory of the whole tensor. Under zeroshard.fsdp what is returned has an address."""
+        if self._home.shown is None or not (self._of_parameter or self._of_gradient):
+            self.refuse_memory()
+        return self._home.shown.storage(self)
+
+    def refuse_memory(self) -> NoReturn:
+        """Raise ShardedAccessError."""
         if self._of_gradient:
             remedy = "take zs.full_gradients(model), on all ranks"
         elif self._pickled_by != HasNoMemory._pickled_by:
@@ -103,10 +109,10 @@ class HasNoMemory(Sliced):
             f"the whole. To save: {remedy}."
         )
 
-    storage = untyped_storage
+    storage = refuse_memory
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
-        self.untyped_storage()
+        self.refuse_memory()
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,6 +128,6 @@ class NoAddress:
     tensor: HasNoMemory = field(compare=False)
 
     def _refuse(self, *_: object) -> NoReturn:
-        self.tensor.untyped_storage()
+        self.tensor.refuse_memory()
 
     __int__ = __index__ = __add__ = __radd__ = __sub__ = __mod__ = __lt__ = __gt__ = __le__ = __ge__ = __format__ = _refuse

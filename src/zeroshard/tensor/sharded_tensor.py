@@ -10,7 +10,8 @@ state dicts, `numel()` and initialisation code work as on one process. Operation
     max(), sum(), ...         under no_grad: of the gathered tensor (collective; `READS` in tensor/op_classes.py)
     another, on results       of the gathered results (collective), if all sharded operands are results: scores, masks
     in a module's forward     computes with the gathered parameter, as on one process (tensor/op_classes.py)
-    any other operation       raises, with the parameter's name and a remedy
+    any other operation       raises, with the parameter's name and a remedy; where a model shows itself as DTensors (zeroshard.fsdp),
+                              one that writes nothing: under no_grad, of the gathered tensor (collective; `_beyond`)
 
 `full_tensor()` gathers (collective). A sharded tensor never refers to memory that was released.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex, TypeVar
+from typing import SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,9 @@ from ..utils.torch_compat import OpOverload, faking, tree_map_only
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import HasChunks
 from .differentiable import ReadableWhole, read
-from .home import Home, RangeHome
+from .home import Home, RangeHome, Shown
 from .norms import allow_foreach, take_norms
-from .op_classes import READS, computes
+from .op_classes import NORMS, READS, computes
 from .refusals import HasNoMemory, remedy_of
 
 _T = TypeVar("_T")
@@ -84,7 +85,7 @@ class ShardedTensor(HasChunks, HasNoMemory):
             return _elementwise(func, args, kwargs)
         if not func._schema.is_mutable and all(tensor._computed for tensor in _found(ShardedTensor, (args, kwargs))):
             return _of_whole(func, args, kwargs)
-        raise _refusal(func, args, kwargs)
+        return _beyond(func, args, kwargs)
 
     @property
     def _trace(self) -> int:
@@ -112,10 +113,11 @@ class ShardedTensor(HasChunks, HasNoMemory):
         )
 
     def __deepcopy__(self, memo: dict) -> ShardedTensor:
-        """Copy this rank's slice of a gradient, a result, or a parameter before zs.shard; raise for one of a sharded model."""
+        """Copy this rank's slice of a gradient, a result, an entry of a state dict, or a parameter before zs.shard; raise for a
+        parameter of a sharded model."""
         if isinstance(self, ShardedParameter) and hasattr(self._home, "copy_of"):  # made under zs.init, not sharded yet
             return memo.setdefault(id(self), self._home.copy_of(self))
-        if self._of_parameter:
+        if isinstance(self, ShardedParameter):
             raise ShardedAccessError(
                 f"{self._home.name}: a sharded model can not be deep-copied. Copy it before zs.shard(), or take "
                 "zs.full_state_dict(model)."
@@ -137,19 +139,24 @@ class ShardedTensor(HasChunks, HasNoMemory):
         return self.gathered().tolist() if self._computed else self.numpy()
 
     @property
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> object:
         """The DeviceMesh that the tensor's model was given, where the model shows it (zeroshard.fsdp)."""
-        return self._shown("device_mesh")[0]
+        return self._shown("device_mesh").mesh
 
     @property
-    def placements(self) -> tuple[Any, ...]:
+    def placements(self) -> tuple[object, ...]:
         """Placements by which to distribute a whole tensor that is to be copied to this one, where the model shows them."""
-        return self._shown("placements")[1]
+        return self._shown("placements").placements
 
-    def _shown(self, name: str) -> tuple[Any, tuple[Any, ...]]:
+    def _shown(self, name: str) -> Shown:
         if self._home.shown is None:
             raise AttributeError(f"{type(self).__name__} has no {name}")
         return self._home.shown
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(rank, number of ranks) among the ranks that hold the slices."""
+        return self._home.comm.rank, self._home.comm.world_size
 
     def to_local(self) -> Tensor:
         """Return this rank's slice (stop - start,), sharing memory: read only; write to the sharded tensor. Differentiable."""
@@ -200,7 +207,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
                 result = param._home.lend(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            if getattr(func, "__name__", "") in READS:
+            if _reads_whole(getattr(func, "__name__", ""), (args, kwargs)):
                 args, kwargs = tree_map_only(ShardedParameter, lambda param: param.gathered(), (args, kwargs))
         with torch_compat.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -354,6 +361,25 @@ def trace_of(*values: object) -> int:
     return zlib.crc32(" ".join(told).encode())
 
 
+def _reads_whole(name: str, tree: object) -> bool:
+    """Return whether a function of torch, at rest, is one of gathered parameters: gradients go through it."""
+    if name in READS:
+        return True
+    if name not in NORMS or not torch.is_grad_enabled():  # under no_grad, ranks send the norms of slices
+        return False
+    return any(param.requires_grad and param._home.shown is not None for param in _found(ShardedParameter, tree))
+
+
+def _beyond(func: OpOverload, args: tuple, kwargs: dict) -> object:
+    """Compute what slices do not allow, and what writes nothing, with gathered tensors (collective) where all of them are of a model
+    that shows itself as DTensors, whose operations are collective, too; raise for any other, or if autograd would record it."""
+    homes = [tensor._home for tensor in _found(ShardedTensor, (args, kwargs))]
+    shown = homes[0].shown
+    if func._schema.is_mutable or shown is None or any(home.shown is None for home in homes):
+        raise _refusal(func, args, kwargs)
+    return shown.view(func, _of_whole(func, args, kwargs), homes[0].name)
+
+
 def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:
     tensors = _found(ShardedTensor, (args, kwargs))
     target = args[0] if _writes_first(func) and isinstance(args[0], Tensor) else None
@@ -396,10 +422,10 @@ def _copy_of(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     return ShardedTensor(local, tuple(source.shape), source._home)
 
 
-def _pad(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
-    """Return a copy for a pad of width zero, which Transformers applies to the bias of a tied head; refuse any other pad."""
+def _pad(func: OpOverload, args: tuple, kwargs: dict) -> object:
+    """Return a copy for a pad of width zero, which Transformers applies to the bias of a tied head; any other pad is beyond slices."""
     if any(args[1]):
-        raise _refusal(func, args, kwargs)
+        return _beyond(func, args, kwargs)
     return _copy_of(aten.clone.default, args[:1], {})
 
 
@@ -436,12 +462,12 @@ def _copy_(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     return target
 
 
-def _rows(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
+def _rows(func: OpOverload, args: tuple, kwargs: dict) -> object:
     """Return weight[i], one row (nn.Embedding's padding uses it), or weight[a:b], adjacent rows, as a sharded view."""
     defaults: tuple = (0, None, None, 1)
     source, dim, start, stop, step = (*args, *defaults[len(args) - 1 :])
     if dim % max(len(source.shape), 1) != 0 or step != 1:  # only adjacent rows are one range of the flattened tensor
-        raise _refusal(func, args, kwargs)
+        return _beyond(func, args, kwargs)
     shape = tuple(source.shape[1:])
     if func is aten.select.int:
         start %= source.shape[0]  # it may be negative
@@ -482,7 +508,7 @@ def _elementwise(func: OpOverload, args: tuple, kwargs: dict) -> object:
         return _foreach(func, args, kwargs)
     lead = _found(ShardedTensor, (args, kwargs))[0]
     if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):  # the result would have more dimensions
-        raise _refusal(func, args, kwargs)
+        return _beyond(func, args, kwargs)
     target = args[0] if _writes_first(func) else kwargs.get("out")
     if target is not None and not isinstance(target, ShardedTensor):
         raise _refusal(func, args, kwargs)
@@ -526,9 +552,7 @@ def _masked_fill_(func: OpOverload, args: tuple, kwargs: dict) -> object:
 
 def _norm(func: OpOverload, args: tuple, kwargs: dict) -> object:
     result = take_norms(func, args, kwargs)
-    if result is NotImplemented:
-        raise _refusal(func, args, kwargs)
-    return result
+    return _beyond(func, args, kwargs) if result is NotImplemented else result
 
 
 def _unscale(func: OpOverload, args: tuple, kwargs: dict) -> None:

@@ -496,15 +496,28 @@ def say_fully_sharded(module: nn.Module) -> None:
     module.__dict__.setdefault(contract.REGISTRY_KEY, {})["fully_shard"] = contract.RegistryItem()
 
 
-def replace_state_dict_functions(gather: Callable[..., Any], broadcast: Callable[..., Any]) -> None:
-    """Let torch.distributed.checkpoint.state_dict call `gather` and `broadcast` where it gathers and broadcasts a state dictionary.
+def replace_state_dict_functions(
+    gather: Callable[..., Any], broadcast: Callable[..., Any], in_one_box: Callable[[Any], Any]
+) -> None:
+    """Let torch.distributed.checkpoint call `gather` and `broadcast` where it gathers and broadcasts a state dictionary, and
+    `in_one_box` on what it saves as safetensors.
 
-    Each gets the function that it replaces before the function's own arguments. zeroshard.fsdp needs it, since torch takes any
-    tensor but a DTensor for a whole one.
+    The first two get the function that they replace before the function's own arguments. zeroshard.fsdp needs it, since torch takes
+    any tensor but a DTensor for a whole one, and writes only the last of a tensor's boxes to a file of safetensors.
     """
     import torch.distributed.checkpoint.state_dict as state_dict
     from torch.distributed import _state_dict_utils as utils
+    from torch.distributed.checkpoint import state_dict_saver as saver
 
+    plain = saver._save_state_dict
+
+    @functools.wraps(plain)
+    def save(state_dict: Any, storage_writer: Any, *args: Any, **kwargs: Any) -> Any:
+        form = getattr(storage_writer, "serialization_format", None)
+        given = in_one_box(state_dict) if getattr(form, "name", None) == "SAFETENSORS" else state_dict
+        return plain(given, storage_writer, *args, **kwargs)
+
+    saver._save_state_dict = save
     state_dict._gather_state_dict = functools.partial(gather, utils._gather_state_dict)
     utils._broadcast_tensors = functools.partial(broadcast, utils._broadcast_tensors)
 
