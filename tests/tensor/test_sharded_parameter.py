@@ -442,8 +442,6 @@ def test_an_optimizer_whose_model_was_closed_is_spent(stage):
     """Whatever it is asked for, it says what to do."""
     model = seeded(Stack)
     model, optimizer = zs.shard(model, adamw(model.parameters()), stage=stage)
-    with pytest.raises(zs.ConfigError, match="shard it with a new optimizer"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with pytest.raises(zs.ZeroshardError, match="sharded already"):
         zs.shard(model, optimizer, stage=stage)
     zs.close(model)
