@@ -60,6 +60,7 @@ class ParameterBuffer:
         mapped = not replicated and config.map_shared and not away and comm.copies
         common = comm.allocate_common(layout.numel, dtype) if mapped else None
         self.mapped = common is not None
+        self.released = not (replicated or self.mapped)  # a release frees the whole, and the next gather fills memory anew
         self.region: Region | None = None
         if common is not None:
             self.region, self.full = common, common.tensor
@@ -86,11 +87,6 @@ class ParameterBuffer:
         self._present, self._pool = False, staging
         self._staged: tuple[int, Region, Work] | None = None  # staging buffer (number, region) and the copy of the shard to it
         self._upload: Work | None = None  # the newest copy from the shard at rest on the host to the device
-
-    @property
-    def released(self) -> bool:
-        """True if a release frees the whole, and the next gather fills memory anew."""
-        return not (self.replicated or self.mapped)
 
     def new_views(self) -> list[Tensor]:
         """Return one view of `full` for each slot, in its parameter's shape."""

@@ -170,7 +170,11 @@ class OptimizerCore:
     @property
     def stepped_groups(self) -> list[ParamGroup]:
         """The groups of `reduced_groups` with a gradient of a parameter that this optimizer steps."""
-        return [g for g in self.reduced_groups if any(g.active[index] for index in self.indices.get(g, ()))]
+        own = self.indices
+        return [
+            g for g in self.reduced_groups
+            if g in own and (len(own[g]) == len(g.params) or any(g.active[index] for index in own[g]))
+        ]  # fmt: skip
 
     @property
     def cores(self) -> list[OptimizerCore]:

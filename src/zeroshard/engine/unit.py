@@ -338,12 +338,12 @@ class Unit:
     @property
     def memories(self) -> set[int | None]:
         """Identities of the storages of gathered parameters that a release gives up; empty where nothing is ever released."""
-        return {memory_of(group.values.full) for group in self._released}
+        return {memory_of(group.values.full) for group in self._released} if self.releases else set()
 
     @property
     def referred(self) -> bool:
         """True if anything but this library refers to the gathered memory."""
-        return any(group.referred for group in self._released)
+        return self.releases and any(group.referred for group in self._released)
 
     def expect(self) -> None:
         """Count the gradients that a backward brings; call it again after requires_grad of a parameter was switched."""
