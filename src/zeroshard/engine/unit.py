@@ -189,6 +189,9 @@ class ParamGroup:
                 "they would be added to it. Run the last backward outside zs.accumulate, or optimizer.zero_grad() first."
             )
         if value is not None:
+            if tuple(value.shape) != slot.shape:
+                got, wanted = tuple(value.shape), tuple(slot.shape)
+                raise ModelChanged(f"{home.name}.grad was assigned a tensor of shape {got}: expected the parameter's, {wanted}.")
             self.refuse_gradient_write()
         self.runtime.unscale()
         if value is not None and not grads.reduced:
@@ -249,7 +252,7 @@ class Unit:
         self.in_backward = False
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
         # where `make` fails, parameters refer to this unit already
-        self.groups, self.sharded, self.phase = [], False, Phase.READY
+        self.groups, self.sharded, self.phase, self.entries = [], False, Phase.READY, ModuleEntries([])
         self.groups = groups = [make(self, given) for given in layouts]
         self.gathered = [group for group in groups if group.values.sharded]  # the other groups are whole at rest
         self.sharded = bool(self.gathered)
