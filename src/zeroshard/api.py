@@ -34,7 +34,6 @@ from .engine.auto_wrap import check_lazy, collect, device_of
 from .engine.comm import talking_device
 from .engine.ledger import Ledger
 from .engine.mixed_precision import Progress
-from .engine.optimizer import OptimizerCore
 from .engine.parameter import ParamHome, ParamSpec
 from .engine.rest import Tiers
 from .engine.runtime import Runtime, runtime_of
@@ -331,7 +330,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     If the norm is not finite, gradients are not changed. A program may repair them before the step, so the step computes the norm
     again, and clips as was asked here, or is skipped.
     """
-    core = _core(runtime_of(model))
+    core = runtime_of(model).core
     return torch.tensor(core.clip(_at_least_0("max_norm", max_norm)))
 
 
@@ -341,13 +340,6 @@ def _at_least_0(name: str, value: object) -> float:
     if isinstance(number, bool) or not isinstance(number, Real) or not float(number) >= 0:
         raise ConfigError(f"{name}: expected a number of at least 0, got {value!r}.")
     return float(number)
-
-
-def _core(runtime: Runtime) -> OptimizerCore:
-    optimizer = runtime.optimizer
-    if optimizer is None:
-        raise ZeroshardError(runtime.expected_optimizer())
-    return optimizer.core
 
 
 def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Tensor]:
@@ -439,7 +431,7 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
     for _, param, found in _whole_optimizer_states(model, "zs.full_optimizer_state_dict"):
         if wanted and found:  # copies: torch advances `step` in place, and parameters may share that tensor
             states[id(param)] = {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in found.items()}
-    outer = _core(runtime).outer
+    outer = runtime.core.outer
     # all ranks call state_dict(), since it runs the user's hooks
     params, told = [param for group in outer.param_groups for param in group["params"]], outer.state_dict()
     return {**told, "state": {number: states[id(p)] for number, p in enumerate(params) if id(p) in states}} if wanted else {}
@@ -449,7 +441,7 @@ def _whole_optimizer_states(model: nn.Module, verb: str) -> Iterator[tuple[Param
     """Yield each trained parameter with its whole optimizer states (collective)."""
     runtime = runtime_of(model)
     begin(runtime, verb)
-    states = state_by_param(_core(runtime))
+    states = state_by_param(runtime.core)
     for group, index, spec in ((g, i, s) for g in runtime.groups if g.trainable for i, s in enumerate(g.specs)):
         found = whole_states(group, index, states.get(group.params[index], {}))
         for name, value in found.items():

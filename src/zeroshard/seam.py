@@ -208,7 +208,7 @@ class Engine:
     @property
     def replicated(self) -> bool:
         """True if every rank steps all of the parameters: stage 0. The model must have an optimizer."""
-        return self._runtime.optimizer.core.replicated
+        return self._runtime.core.replicated
 
     @property
     def gathers(self) -> bool:
@@ -333,20 +333,20 @@ class Engine:
     def finish_updates(self) -> None:
         """Take a delayed update's step now; copy what the program has written to parameters into their masters."""
         if self._runtime.gate.delayed is not None:
-            self._runtime.optimizer.core.drain()
+            self._runtime.core.drain()
         self._runtime.gate.refresh(self._runtime.groups)
 
     def replace_all(self, stepped: bool) -> None:
         """Prepare for a write to all states: drop gradients, and copies and residuals of the old values. stepped: the optimizer's, too."""
         if stepped:
-            self._runtime.optimizer.core.drain()  # a pending delayed update would overwrite the new masters
+            self._runtime.core.drain()  # a pending delayed update would overwrite the new masters
         self._runtime.gate.before(*self._runtime.units)  # masters that the host's step has read ahead would undo the write
         self._runtime.zero_grad()
         self._runtime.topology.forget()
 
     def restoring(self, states: dict[int, SavedState]) -> Restoring:
         """Return the object that loads the optimizer's states. states: id of a parameter -> its state."""
-        return Restoring(self._runtime.optimizer.core, states)
+        return Restoring(self._runtime.core, states)
 
     def zero_grad(self) -> None:
         """Drop the model's gradients."""
@@ -354,11 +354,11 @@ class Engine:
 
     def publish(self) -> None:
         """Send replicated parameters that each rank steps a slice of to all ranks, as every step does at its end (collective)."""
-        self._runtime.optimizer.core.publish([group for group in self._runtime.groups if group.trainable])
+        self._runtime.core.publish([group for group in self._runtime.groups if group.trainable])
 
     def rehearse_step(self, accumulate: int = 1) -> Rehearsal:
         """Return a rehearsal of the longest run that the host steps, on zeros of its own. accumulate: backwards of a step."""
-        return rehearsal(self._runtime.optimizer.core, accumulate)
+        return rehearsal(self._runtime.core, accumulate)
 
     def copy_rates(self) -> tuple[float, float]:
         """Measure the bytes per second from the device to pinned host memory and back."""
@@ -370,7 +370,7 @@ class Engine:
 
     def after_step(self, function: Callable[[], object]) -> RemovableHandle:
         """Call a function after each step of the optimizer that was not skipped, until `remove()` of what is returned."""
-        functions = self._runtime.optimizer.core.after_step
+        functions = self._runtime.core.after_step
         handle = RemovableHandle(functions)
         functions[handle.id] = function
         return handle

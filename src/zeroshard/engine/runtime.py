@@ -146,6 +146,13 @@ class Runtime:
                 waiting[0].take_over()
         return self.sharded_optimizer
 
+    @property
+    def core(self) -> Any:
+        """The core of the model's optimizer. Raise ZeroshardError if it has none."""
+        if (optimizer := self.optimizer) is None:
+            raise ZeroshardError(self.expected_optimizer())
+        return optimizer.core
+
     def expected_optimizer(self) -> str:
         """Return the text of the error of a verb that needs an optimizer, where the model has none."""
         made = ", ".join(sorted(type(each).__name__ for each in self.awaiting)) or "none"
