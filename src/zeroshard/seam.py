@@ -75,6 +75,7 @@ from .utils.registry import Registered
 from .utils.work import OVER, Work
 from .values import take_interface
 from .values.averages import Averages
+from .values.init_context import generators_of_rank_0
 from .values.module_units import ModuleUnits
 
 __all__ = [  # noqa: RUF022  # by subject
@@ -241,13 +242,8 @@ class Engine:
         self._runtime.shown = mesh, placements
 
     def draw_alike(self) -> None:
-        """Let draws in place on sharded parameters be rank 0's, from now on, if ranks' default generators differ (collective)."""
-        device = self.ranks.device
-        default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        states = self.world.exchange(bytes(default.get_state().numpy()), "draws of parameters")
-        if any(state != states[0] for state in states):
-            self._runtime.generator = torch.Generator(device)
-            self._runtime.generator.set_state(torch.frombuffer(bytearray(states[0]), dtype=torch.uint8))
+        """Let draws in place on sharded parameters be from rank 0's default generator; they are collective then."""
+        self._runtime.drawing = lambda: generators_of_rank_0(self.world, "draws of parameters")
 
     def recover(self) -> None:
         """Clear what a forward or backward that raised has left on this rank, and drop the gradients."""

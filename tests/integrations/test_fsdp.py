@@ -320,6 +320,38 @@ def test_ranks_may_have_other_seeds():
     assert first == second and first[5, 6] == first[5, 5]
 
 
+def _reseeded(rank, ranks):
+    """What sharded and ordinary parameters are drawn as, after a first use with other seeds on each rank."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(100 + rank)
+    model = wrapped(fsdp, net("meta"))
+    model.to_empty(device="cpu")
+    found = []
+    for seed in (7, 7, 100, 101, 200 + rank):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            model.head.weight.normal_()
+            model.norm.weight.uniform_()
+        found.append((model.head.weight.full_tensor().detach(), model.norm.weight.full_tensor().detach(), torch.rand(3)))
+    return found
+
+
+def _drawn(seed):
+    torch.manual_seed(seed)
+    return torch.empty(11, 9).normal_(), torch.empty(9).uniform_(), torch.rand(3)
+
+
+@pytest.mark.processes
+def test_a_seed_set_after_the_first_use_is_that_of_draws():
+    """Where ranks have other seeds rank 0's counts, and theirs go on beside it."""
+    first, second = run_processes(_reseeded, 2)
+    for mine, other, seed in zip(first, second, (7, 7, 100, 101, 200), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, _drawn(seed), strict=True)), seed
+        assert all(torch.equal(a, b) for a, b in zip(mine[:2], other[:2], strict=True)), seed
+    torch.manual_seed(201)
+    assert torch.equal(second[-1][2], torch.rand(3))
+
+
 @pytest.mark.processes
 def test_a_mesh_of_two_axes_is_hsdp():
     for results in run_processes(_hsdp, 4):

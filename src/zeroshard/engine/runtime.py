@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -87,7 +88,7 @@ class Runtime:
         self.comm, self.watches = topology.control, watches
         self.moved = tiers.make_away()
         self.shows_masters = masters_shown.get()
-        self.generator: torch.Generator | None = None  # of draws in place on sharded parameters; None: torch's default one
+        self.drawing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around draws on sharded parameters
         self.shown: tuple[Any, tuple[Any, ...]] | None = None  # DeviceMesh and placements that sharded parameters show
         self.sharded_optimizer: Any = None  # given to zs.shard or taken over since; ask `optimizer`
         self.awaiting: weakref.WeakSet[Any] = (

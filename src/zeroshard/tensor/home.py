@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from ..errors import ShardedWriteError
@@ -56,10 +56,9 @@ class Home:
         """DeviceMesh and placements that the tensor shows to code that asks a DTensor for them; None: it shows none."""
         return None
 
-    @property
-    def generator(self) -> torch.Generator | None:
-        """Generator of draws in place, where that is not torch's default one."""
-        return None
+    def drawing(self) -> AbstractContextManager[None]:
+        """Return a context for a draw in place; inside, torch's default generators are those to draw from."""
+        return nullcontext()
 
     def complete(self, value: Tensor) -> Tensor:
         """Return what `full_tensor()` of the tensor shall return, from its whole value, which may be a part of a larger tensor."""
@@ -162,9 +161,8 @@ class DerivedHome(Home):
     def shown(self) -> tuple[Any, tuple[Any, ...]] | None:
         return self.parent.shown
 
-    @property
-    def generator(self) -> torch.Generator | None:
-        return self.parent.generator
+    def drawing(self) -> AbstractContextManager[None]:
+        return self.parent.drawing()
 
     def complete(self, value: Tensor) -> Tensor:
         return self.parent.complete(value)

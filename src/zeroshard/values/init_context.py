@@ -266,7 +266,7 @@ def sharding_births(group: Comm, dtype: torch.dtype | None) -> Iterator[None]:
     """Shard the parameters that modules make inside over the ranks of a Comm (collective; api.py:init describes it)."""
     with contextlib.ExitStack() as stack:
         if not _here.inits:
-            stack.enter_context(_generators_of_rank_0(group))
+            stack.enter_context(generators_of_rank_0(group, "zs.init: seeds"))
         with _hook.lock:
             if _hook.contexts == 0:  # one hook for all threads: torch iterates its hooks while other threads register parameters
                 _hook.handles = (
@@ -297,7 +297,7 @@ def sharding_births(group: Comm, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _generators_of_rank_0(comm: Comm) -> Iterator[None]:
+def generators_of_rank_0(comm: Comm, label: str) -> Iterator[None]:
     """Give torch's generators of all ranks rank 0's states; the end restores those of the other ranks (collective)."""
     if comm.alone:
         yield
@@ -307,11 +307,11 @@ def _generators_of_rank_0(comm: Comm) -> Iterator[None]:
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     mine = [generator.get_state() for generator in generators]
     said = b"".join(bytes(state.numpy()) for state in mine)
-    everyone = exchange_values(comm, (zlib.crc32(said), os.getpid(), _PROCESS), "zs.init: seeds")
+    everyone = exchange_values(comm, (zlib.crc32(said), os.getpid(), _PROCESS), label)
     if len({told[0] for told in everyone}) == 1 or len({told[1:] for told in map(tuple, everyone)}) < len(everyone):
         yield  # all are equal already; or ranks are threads, which share their process's generator
         return
-    given = comm.exchange(said if comm.rank == 0 else b"", "zs.init: the generators of rank 0")[0]
+    given = comm.exchange(said if comm.rank == 0 else b"", f"{label}: the generators of rank 0")[0]
     for generator, state in zip(generators, mine, strict=True):
         generator.set_state(torch.frombuffer(bytearray(given[: state.numel()]), dtype=torch.uint8))
         given = given[state.numel() :]
