@@ -56,7 +56,7 @@ from .engine.saved_parameters import SavedParameters
 from .engine.sizes import BUFFERS, Group, rests_away
 from .engine.topology import Parts, Topology, needed
 from .engine.user_hooks import ONE_OPTIMIZER, other_optimizers
-from .errors import ConfigError
+from .errors import ConfigError, ZeroshardError
 from .guard import telling
 from .guard.uneven import Batch, Together, joining
 from .packing.codecs import Codec
@@ -276,9 +276,9 @@ class Engine:
         """
         verbs.begin(self._runtime, verb, *also, note=note)
 
-    def mark_unusable(self, why: str) -> None:
-        """Let each use of the model raise `why`, such as a load that failed half-way; "" lets it be used again."""
-        self._runtime.unusable = why
+    def mark_unusable(self, why: ZeroshardError | None) -> None:
+        """Let each use of the model raise an error such as that of a load that failed half-way; None lets it be used again."""
+        self._runtime.gate.unusable = why
 
     def check_model(self) -> None:
         """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""

@@ -548,7 +548,7 @@ MISTAKES = {
     _mistake_two_models: "this AdamW is given parameters of several models, FSDPNet, FSDPNet, .* make an optimizer for each",
     _mistake_conversion: "parameter weight would be converted from torch.float32 on cpu to torch.float16 .* mp_policy",
     _mistake_no_values: r"these parameters are on the meta device: .*'embedding.weight'.* Call model.to_empty",
-    _mistake_write: "head.weight: written in place inside a forward, or after unshard",
+    _mistake_write: r"head.weight: written in place after unshard\(\), .* Write the sharded parameter, before unshard\(\) or after",
     _mistake_sync_of_a_part: r"set_requires_gradient_sync\(False\) on FSDPBlock alone: .* Call it on the model's root",
     lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh="dp"): "mesh: expected a DeviceMesh of 1 or 2 axes, got str",
     lambda: fsdp.fully_shard(nn.Linear(2, 2), ignored_params=set(nn.Linear(2, 2).parameters())): "ignored_params: .* a module of their own",

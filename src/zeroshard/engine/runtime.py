@@ -49,6 +49,11 @@ from .write_gate import WriteGate
 # entry of a module's __dict__: a function that shards the model at its first use, and returns the module that has the runtime
 FIRST_USE = "_zeroshard_first_use"
 
+_WRITE_OUTSIDE = (
+    "Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in `with "
+    "zs.gathered(module, write=True)`"
+)
+
 
 class Backward:
     """State of one backward; a new object is made for each. begun: it has reached a unit; scaled: the loss scale was applied.
@@ -95,7 +100,6 @@ class Runtime:
             weakref.WeakSet()
         )  # made since zs.shard and not used yet (assembly/late_optimizer.py)
         self.model_watch = ModelWatch()  # zs.shard sets one that notices
-        self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad
         self.sync = True  # False inside zs.accumulate
@@ -290,7 +294,7 @@ class Runtime:
         if unit.pinned:  # inside zs.gathered, which releases its copies itself
             return output
         if output is not None or sys.exc_info()[1] is forward.handled:  # it has not raised
-            unit.check_unwritten()
+            unit.check_unwritten("inside a forward", _WRITE_OUTSIDE)
             if output is not None:
                 self.prefetcher.staged(self.in_training())  # starts the next unit's gather, on ordered communicators
             # without an output, too: a forward that returns None may have left views or nodes in its arguments

@@ -450,22 +450,22 @@ class Unit:
                 "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
             )
 
-    def give_back(self) -> None:
-        """Put the sharded parameters into the modules where the program has gathered the unit itself (Engine.unshard)."""
-        if self.entries.swapped:
-            self.check_unwritten()
+    def give_back(self, *_: object) -> None:
+        """Put the sharded parameters into the modules where a program's unshard() has put whole ones; no-op while it is in use."""
+        if self.entries.swapped and not self.in_use:
+            self.check_unwritten("after unshard()", "Write the sharded parameter, before unshard() or after reshard()")
             self.entries.swap_out()
 
-    def check_unwritten(self) -> None:
-        """Raise ShardedWriteError if the forward that ends now, or a program's unshard(), has written a parameter in place."""
+    def check_unwritten(self, where: str, remedy: str) -> None:
+        """Raise ShardedWriteError if a whole parameter was written in place; where ranks share its memory, at each use from now on."""
         written = self.entries.written()
         if not written:
             return
         if not self.in_backward:  # else the end of the unit's backward releases it
             self.entries.swap_out()
             self.reshard()
-        raise ShardedWriteError(
-            f"{', '.join(written[:3])}: written in place inside a forward, or after unshard(), where each rank has a copy that is "
-            "dropped. Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in "
-            "`with zs.gathered(module, write=True)`."
-        )
+        what, effect = f"{', '.join(written[:3])}: written in place {where}", "where each rank has a copy that is dropped"
+        if not self.releases:
+            effect = "in memory that ranks share (map_shared=True): all have other values now. Load a checkpoint, or make the model anew"
+            self.runtime.gate.unusable = ShardedWriteError(f"{what}, {effect}. {remedy}.")
+        raise ShardedWriteError(f"{what}, {effect}. {remedy}.")
