@@ -188,6 +188,33 @@ def _gathered(door, rank):
     return found, states(model, optimizer) | {"unsharded": {"weight": whole[1]}}
 
 
+def _unsharded(door, rank):
+    """State dicts, their loads and conversions after unshard() see sharded fp32 parameters; then training goes on."""
+    model = wrapped(door, mp_policy=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    found = steps(model, optimizer, rank, last=2)
+
+    def unshard():
+        for module in model.modules():
+            if isinstance(module, torch_fsdp.FSDPModule):
+                module.unshard()
+        assert all(param.dtype == torch.bfloat16 and not hasattr(param, "full_tensor") for param in model.parameters())
+
+    unshard()
+    shown = {name: value * 1 for name, value in model.state_dict().items()}
+    unshard()
+    part = model.blocks[0].up.state_dict()  # of a module inside a unit
+    unshard()
+    model.to(torch.float32)
+    unshard()
+    model.load_state_dict(shown)
+    unshard()
+    whole = {"whole": get_model_state_dict(model, options=FULL), "part": {name: part[name].full_tensor() for name in part}}
+    assert all(value.dtype == torch.float32 for values in (shown, part, *whole.values()) for value in values.values())
+    unshard()
+    return found + steps(model, optimizer, rank, first=2), whole | states(model, optimizer)
+
+
 def _given(door, rank):
     """Parameters that are given in bf16 compute in fp32 under a policy; without one they compute, and are stepped, as they are."""
     model = net().bfloat16()
@@ -250,7 +277,7 @@ def _roots(door, rank):
     return found, states(model, optimizer)
 
 
-PROGRAMS = (_roots, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered)
+PROGRAMS = (_unsharded, _roots, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered)
 
 
 def _both(rank, ranks, programs):
@@ -474,6 +501,48 @@ def test_a_part_that_was_listed_first_becomes_a_part_of_the_model():
     assert {"blocks.0", "blocks.1"} < {name for name, _ in engine_of(model).modules_of_units()}
     loss_of(model, 0, 0).backward()
     assert model.blocks[0].up.weight.grad is not None
+
+
+def test_functions_of_zeroshard_see_sharded_parameters_after_unshard(tmp_path):
+    model = wrapped(fsdp, mp_policy=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    steps(model, optimizer, 0, last=2)
+    expected = zs.full_state_dict(model, masters=True)
+
+    def check(values):
+        assert values.keys() == expected.keys() and all(torch.equal(values[name], value) for name, value in expected.items())
+
+    model.unshard()
+    check(zs.full_state_dict(model, masters=True))
+    model.unshard()
+    check({name: value for part in zs.stream_full_tensors(model, masters=True) for name, value in part.items()})
+    model.unshard()
+    zs.save(tmp_path, model, optimizer, step=1)
+    steps(model, optimizer, 0, last=2)
+    model.unshard()
+    zs.load(tmp_path, model, optimizer)
+    check(zs.full_state_dict(model, masters=True))
+    model.unshard()
+    with zs.gathered(model):
+        assert torch.equal(model.head.weight, expected["head.weight"].bfloat16())
+    model.unshard()
+    with zs.gathered(model.head):
+        assert torch.equal(model.head.weight, expected["head.weight"].bfloat16())
+    handle = model.unshard(async_op=True)
+    with zs.gathered(model):
+        handle.wait()
+    model.unshard()
+    zs.close(model)
+    check(model.state_dict())
+
+
+def test_waiting_for_a_gather_that_a_forward_has_used_does_nothing():
+    model = wrapped(fsdp)
+    handle = model.blocks[0].unshard(async_op=True)
+    with torch.no_grad():
+        loss_of(model, 0, 0)
+    handle.wait()
+    assert isinstance(model.blocks[0].up.weight, ShardedParameter)
 
 
 def test_a_failed_step_is_cleared_by_reset_iter_state():

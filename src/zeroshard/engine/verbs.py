@@ -6,6 +6,7 @@
     disk          no rank has had an I/O error
     at_home       the states, some of rest.PARTS, that zs.offload_states must not have moved away
     recovers      what a failed backward has left is cleared first
+    sharded       modules hold the parameters at rest: whole ones, which a program's unshard() has put there, go back
     between_steps no forward, backward or zs.gathered is under way, so all states are at rest
 
 All but zs.close raise for a model that was closed. docs/reference/errors.md shows the table. What comes after the beginning is
@@ -33,6 +34,7 @@ class Verb:
     disk: bool = False
     at_home: tuple[str, ...] = ()
     recovers: bool = False
+    sharded: bool = True
     between_steps: bool = False
     closed: str = "with restore=False its parameters are gone: make the model anew"
 
@@ -41,7 +43,7 @@ _AT_REST = Verb(disk=True, at_home=PARTS, recovers=True, between_steps=True)
 _AVERAGE = replace(_AT_REST, closed="its averages went with it")
 
 VERBS = {
-    "model.forward": Verb(usable=True, every_rank=False, disk=True, at_home=("parameters",), recovers=True),
+    "model.forward": Verb(usable=True, every_rank=False, disk=True, at_home=("parameters",), recovers=True, sharded=False),
     "optimizer.step": Verb(every_rank=False, disk=True, at_home=PARTS, closed="make a new optimizer of its parameters"),
     "zs.full_state_dict": Verb(usable=True, disk=True, at_home=("parameters",)),
     "zs.stream_full_tensors": Verb(usable=True, disk=True, at_home=("parameters",), recovers=True),
@@ -91,6 +93,9 @@ def begin(runtime: Runtime, verb: str, *also: str, note: bool = True) -> None:
         runtime.moved.check(*needs.at_home, *also)
     if needs.recovers:
         runtime.recover()
+    if needs.sharded:
+        for unit in runtime.units:
+            unit.give_back()
     if needs.between_steps:
         busy = [unit.name for unit in runtime.units if unit.in_use]
         # a compiled forward has no frame, by which one that was interrupted could be told

@@ -110,6 +110,8 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
                 convert_own(module, fn)
             return self
         root = self._ready()
+        if root.engine is not None:
+            root.engine.units(set(modules)).reshard()
         for module in modules:
             for name, param in nn.Module.named_parameters(module, recurse=False):
                 after = _converted(fn, param)

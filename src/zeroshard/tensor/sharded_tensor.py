@@ -410,7 +410,7 @@ def _new(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _random_(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
-    """Draw the whole tensor, as one process would, and keep this rank's slice."""
+    """Draw the whole tensor, as one process would, and keep this rank's slice (collective if the result depends on the value)."""
     target = args[0]
     target._begin_write()
     if any(kind in func._schema.name for kind in ("dropout", "rrelu")):
