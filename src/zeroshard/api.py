@@ -34,7 +34,6 @@ from .engine.auto_wrap import check_lazy, collect, device_of
 from .engine.comm import talking_device
 from .engine.ledger import Ledger
 from .engine.mixed_precision import Progress
-from .engine.optimizer import OptimizerCore
 from .engine.parameter import ParamHome, ParamSpec
 from .engine.rest import Tiers
 from .engine.runtime import Runtime, runtime_of
@@ -336,7 +335,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     If the norm is not finite, gradients are not changed. A program may repair them before the step, so the step computes the norm
     again, and clips as was asked here, or is skipped.
     """
-    core = _cores(runtime_of(model))[0]
+    core = runtime_of(model).cores[0]
     return torch.tensor(core.clip(_at_least_0("max_norm", max_norm)))
 
 
@@ -346,12 +345,6 @@ def _at_least_0(name: str, value: object) -> float:
     if isinstance(number, bool) or not isinstance(number, Real) or not float(number) >= 0:
         raise ConfigError(f"{name}: expected a number of at least 0, got {value!r}.")
     return float(number)
-
-
-def _cores(runtime: Runtime) -> list[OptimizerCore]:
-    if not runtime.optimizers:
-        raise ZeroshardError(runtime.expected_optimizer())
-    return [optimizer.core for optimizer in runtime.optimizers]
 
 
 def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Tensor]:
@@ -440,7 +433,7 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
         every_rank: return the state dict on every rank; each rank then holds all states.
     """
     runtime, states = runtime_of(model), {}
-    cores = _cores(runtime)
+    cores = runtime.cores
     if len(cores) > 1 or any(cores[0].outside):
         raise ConfigError(
             "zs.full_optimizer_state_dict: the model has several optimizers, or one that also steps parameters beside the model, and so no "
@@ -460,7 +453,7 @@ def _whole_optimizer_states(model: nn.Module, verb: str) -> Iterator[tuple[Param
     """Yield each trained parameter with its whole optimizer states (collective)."""
     runtime = runtime_of(model)
     begin(runtime, verb)
-    states = {param: each for core in _cores(runtime) for param, each in state_by_param(core).items()}
+    states = {param: each for core in runtime.cores for param, each in state_by_param(core).items()}
     for group, index, spec in ((g, i, s) for g in runtime.groups if g.trainable for i, s in enumerate(g.specs)):
         found = whole_states(group, index, states.get(group.params[index], {}))
         for name, value in found.items():

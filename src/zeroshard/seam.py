@@ -5,7 +5,6 @@ engine = engine_of(model)
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -57,7 +56,7 @@ from .engine.saved_parameters import SavedParameters
 from .engine.sizes import BUFFERS, Group, rests_away
 from .engine.topology import Parts, Topology, needed
 from .engine.user_hooks import ONE_OPTIMIZER, other_optimizers
-from .errors import ConfigError
+from .errors import ConfigError, ZeroshardError
 from .guard import telling
 from .guard.uneven import Batch, Together, joining
 from .packing.codecs import Codec
@@ -74,11 +73,11 @@ from .tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, Sharde
 from .tensor.state_column import StateColumn
 from .tiers.pool import BufferPool
 from .tiers.rehearsal import Rehearsal, copy_rates, rehearsal
-from .utils.host import process_identity
 from .utils.registry import Registered
 from .utils.work import OVER, Work
 from .values import take_interface
 from .values.averages import Averages
+from .values.init_context import generators_of_rank_0
 from .values.module_units import ModuleUnits
 
 __all__ = [  # noqa: RUF022  # by subject
@@ -218,7 +217,7 @@ class Engine:
     @property
     def replicated(self) -> bool:
         """True if every rank steps all of the parameters: stage 0. The model must have an optimizer."""
-        return self._runtime.optimizers[0].core.replicated
+        return self._runtime.cores[0].replicated
 
     @property
     def gathers(self) -> bool:
@@ -251,16 +250,8 @@ class Engine:
         self._runtime.shown = shown
 
     def draw_alike(self) -> None:
-        """Let draws in place on sharded parameters be rank 0's, from now on, if ranks' default generators differ, or ranks are threads
-        that draw from one (collective)."""
-        device = self.ranks.device
-        default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-        state = bytes(default.get_state().numpy())
-        told = exchange_values(self.world, (zlib.crc32(state), process_identity()), "draws of parameters")
-        if len({seed for seed, _ in told}) > 1 or len({place for _, place in told}) < len(told):
-            given = self.world.exchange(state if self.world.rank == 0 else b"", "draws of parameters: rank 0's")[0]
-            self._runtime.generator = torch.Generator(device)
-            self._runtime.generator.set_state(torch.frombuffer(bytearray(given), dtype=torch.uint8))
+        """Let draws in place on sharded parameters be from rank 0's default generator; they are collective then."""
+        self._runtime.drawing = lambda: generators_of_rank_0(self.world, "draws of parameters", in_turn=True)
 
     def recover(self) -> None:
         """Clear what a forward or backward that raised has left on this rank, and drop the gradients."""
@@ -293,9 +284,9 @@ class Engine:
         """
         verbs.begin(self._runtime, verb, *also, note=note)
 
-    def mark_unusable(self, why: str) -> None:
-        """Let each use of the model raise `why`, such as a load that failed half-way; "" lets it be used again."""
-        self._runtime.unusable = why
+    def mark_unusable(self, why: ZeroshardError | None) -> None:
+        """Let each use of the model raise an error such as that of a load that failed half-way; None lets it be used again."""
+        self._runtime.gate.unusable = why
 
     def check_model(self) -> None:
         """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
@@ -375,12 +366,12 @@ class Engine:
         self._runtime.topology.forget()
 
     def _drain(self) -> None:
-        for optimizer in self._runtime.optimizers:
-            optimizer.core.drain()
+        for core in self._runtime.cores:
+            core.drain()
 
     def restoring(self, states: dict[int, SavedState]) -> Restorings:
         """Return the object that loads the optimizers' states. states: id of a parameter -> its state."""
-        return Restorings([Restoring(optimizer.core, states) for optimizer in self._runtime.optimizers])
+        return Restorings([Restoring(core, states) for core in self._runtime.cores])
 
     def zero_grad(self) -> None:
         """Drop the model's gradients."""
@@ -388,11 +379,11 @@ class Engine:
 
     def publish(self) -> None:
         """Send replicated parameters that each rank steps a slice of to all ranks, as every step does at its end (collective)."""
-        self._runtime.optimizers[0].core.publish([group for group in self._runtime.groups if group.trainable])
+        self._runtime.cores[0].publish([group for group in self._runtime.groups if group.trainable])
 
     def rehearse_step(self, accumulate: int = 1) -> Rehearsal:
         """Return a rehearsal of the longest run that the host steps, on zeros of its own. accumulate: backwards of a step."""
-        return rehearsal(self._runtime.optimizer.core, accumulate)
+        return rehearsal(self._runtime.core, accumulate)
 
     def copy_rates(self) -> tuple[float, float]:
         """Measure the bytes per second from the device to pinned host memory and back."""
@@ -404,7 +395,7 @@ class Engine:
 
     def after_step(self, function: Callable[[], object]) -> RemovableHandle:
         """Call a function after each step of the optimizer that was not skipped, until `remove()` of what is returned."""
-        functions = self._runtime.optimizer.core.after_step
+        functions = self._runtime.core.after_step
         handle = RemovableHandle(functions)
         functions[handle.id] = function
         return handle

@@ -371,7 +371,7 @@ def test_extra_state_of_other_classes_is_refused_before_anything_changes(tmp_pat
         with pytest.raises(zs.CheckpointError, match="with trusted=True only"):
             zs.load(tmp_path, model, optimizer)
         assert_equal(snapshot(model, optimizer), before)
-        assert not runtime_of(model).unusable
+        assert not runtime_of(model).gate.unusable
         zs.load(tmp_path, model, optimizer, trusted=True)
         assert model.noted.note == Path("/somewhere")
         zs.close(model)

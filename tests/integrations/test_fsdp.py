@@ -204,6 +204,33 @@ def _gathered(door, rank):
     return found, states(model, optimizer) | {"unsharded": {"weight": whole[1]}}
 
 
+def _unsharded(door, rank):
+    """State dicts, their loads and conversions after unshard() see sharded fp32 parameters; then training goes on."""
+    model = wrapped(door, mp_policy=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    found = steps(model, optimizer, rank, last=2)
+
+    def unshard():
+        for module in model.modules():
+            if isinstance(module, torch_fsdp.FSDPModule):
+                module.unshard()
+        assert all(param.dtype == torch.bfloat16 and not hasattr(param, "full_tensor") for param in model.parameters())
+
+    unshard()
+    shown = {name: value * 1 for name, value in model.state_dict().items()}
+    unshard()
+    part = model.blocks[0].up.state_dict()  # of a module inside a unit
+    unshard()
+    model.to(torch.float32)
+    unshard()
+    model.load_state_dict(shown)
+    unshard()
+    whole = {"whole": get_model_state_dict(model, options=FULL), "part": {name: part[name].full_tensor() for name in part}}
+    assert all(value.dtype == torch.float32 for values in (shown, part, *whole.values()) for value in values.values())
+    unshard()
+    return found + steps(model, optimizer, rank, first=2), whole | states(model, optimizer)
+
+
 def _given(door, rank):
     """Parameters that are given in bf16 compute in fp32 under a policy; without one they compute, and are stepped, as they are."""
     model = net().bfloat16()
@@ -401,7 +428,7 @@ def _beside_the_model(door, rank):
 
 
 PROGRAMS = (
-    _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
+    _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
     _two_optimizers, _two_optimizers_scaled, _beside_the_model,
 )  # fmt: skip
 
@@ -592,6 +619,38 @@ def test_ranks_that_are_threads_of_torch_draw_parameters_alike():
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
     assert not failed, failed
+
+
+def _reseeded(rank, ranks):
+    """What sharded and ordinary parameters are drawn as, after a first use with other seeds on each rank."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(100 + rank)
+    model = wrapped(fsdp, net("meta"))
+    model.to_empty(device="cpu")
+    found = []
+    for seed in (7, 7, 100, 101, 200 + rank):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            model.head.weight.normal_()
+            model.norm.weight.uniform_()
+        found.append((model.head.weight.full_tensor().detach(), model.norm.weight.full_tensor().detach(), torch.rand(3)))
+    return found
+
+
+def _drawn(seed):
+    torch.manual_seed(seed)
+    return torch.empty(11, 9).normal_(), torch.empty(9).uniform_(), torch.rand(3)
+
+
+@pytest.mark.processes
+def test_a_seed_set_after_the_first_use_is_that_of_draws():
+    """Where ranks have other seeds rank 0's counts, and theirs go on beside it."""
+    first, second = run_processes(_reseeded, 2)
+    for mine, other, seed in zip(first, second, (7, 7, 100, 101, 200), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, _drawn(seed), strict=True)), seed
+        assert all(torch.equal(a, b) for a, b in zip(mine[:2], other[:2], strict=True)), seed
+    torch.manual_seed(201)
+    assert torch.equal(second[-1][2], torch.rand(3))
 
 
 @pytest.mark.processes
@@ -1062,6 +1121,48 @@ def test_a_forward_inside_of_gathered_computes_as_any():
         model.embedding.weight.data = model.embedding.weight.data.half()
 
 
+def test_functions_of_zeroshard_see_sharded_parameters_after_unshard(tmp_path):
+    model = wrapped(fsdp, mp_policy=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    steps(model, optimizer, 0, last=2)
+    expected = zs.full_state_dict(model, masters=True)
+
+    def check(values):
+        assert values.keys() == expected.keys() and all(torch.equal(values[name], value) for name, value in expected.items())
+
+    model.unshard()
+    check(zs.full_state_dict(model, masters=True))
+    model.unshard()
+    check({name: value for part in zs.stream_full_tensors(model, masters=True) for name, value in part.items()})
+    model.unshard()
+    zs.save(tmp_path, model, optimizer, step=1)
+    steps(model, optimizer, 0, last=2)
+    model.unshard()
+    zs.load(tmp_path, model, optimizer)
+    check(zs.full_state_dict(model, masters=True))
+    model.unshard()
+    with zs.gathered(model):
+        assert torch.equal(model.head.weight, expected["head.weight"].bfloat16())
+    model.unshard()
+    with zs.gathered(model.head):
+        assert torch.equal(model.head.weight, expected["head.weight"].bfloat16())
+    handle = model.unshard(async_op=True)
+    with zs.gathered(model):
+        handle.wait()
+    model.unshard()
+    zs.close(model)
+    check(model.state_dict())
+
+
+def test_waiting_for_a_gather_that_a_forward_has_used_does_nothing():
+    model = wrapped(fsdp)
+    handle = model.blocks[0].unshard(async_op=True)
+    with torch.no_grad():
+        loss_of(model, 0, 0)
+    handle.wait()
+    assert isinstance(model.blocks[0].up.weight, ShardedParameter)
+
+
 def test_a_failed_step_is_cleared_by_reset_iter_state():
     model = wrapped(fsdp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1168,7 +1269,7 @@ MISTAKES = {
     _mistake_two_models: "this AdamW is given parameters of several models, FSDPNet, FSDPNet, .* make an optimizer for each",
     _mistake_conversion: "parameter weight would be converted from torch.float32 on cpu to torch.float16 .* mp_policy",
     _mistake_no_values: r"still on meta device: .*'embedding.weight'.* Call model.to_empty",
-    _mistake_write: "head.weight: written in place inside a forward, or after unshard",
+    _mistake_write: r"head.weight: written in place after unshard\(\), .* Write the sharded parameter, before unshard\(\) or after",
     _mistake_sync_of_a_part: r"set_requires_gradient_sync\(False\) on FSDPBlock alone: .* Call it on the model's root",
     lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh="dp"): "mesh: fully_shard expects a 1D or 2D DeviceMesh but got str",
     lambda: fsdp.fully_shard("model"): "expected an nn.Module or a list of them, got str",

@@ -146,6 +146,23 @@ def test_b16_truncated_draws_are_repeated_on_all_ranks_alike():
             same(state[name], value, name, 0.0)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_draws_in_place_that_depend_on_the_values(world):
+    """Inference mode does not write them as other operations."""
+
+    def run(rank):
+        model, _ = zs.shard(seeded(lambda: nn.Linear(8, 8)), None, stage=3)
+        before = model.weight.full_tensor().detach()
+        with torch.inference_mode():
+            nn.functional.dropout(model.weight.data, 0.5, True, inplace=True)
+        after = model.weight.full_tensor().detach()
+        assert torch.equal(after, torch.where(after == 0, 0, 2 * before)) and 0 < (after == 0).sum() < 64
+        with torch.inference_mode():
+            nn.functional.rrelu(model.bias.data, 2.0, 3.0, training=True, inplace=True)
+
+    run_threads(world, run)
+
+
 def test_b16_the_usual_init_weights_and_data_writes():
     def init_weights(module):
         if isinstance(module, nn.Linear):

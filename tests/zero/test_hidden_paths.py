@@ -292,8 +292,38 @@ def test_a_forward_that_writes_into_its_unit_is_refused(mapped, build, data, nam
 
     def run(rank):
         model, _ = zs.shard(seeded(build), None, stage=3, map_shared=mapped, units="model")
-        with pytest.raises(zs.ShardedWriteError, match=rf"{name}: written in place inside a forward.*no_grad"):
+        before, where = (
+            zs.full_state_dict(model),
+            "in memory that ranks share" if mapped else "where each rank has a copy",
+        )
+        with pytest.raises(zs.ShardedWriteError, match=rf"{name}: written in place inside a forward, {where}.*no_grad"):
             model(data)
+        if not mapped:
+            assert all(torch.equal(value, before[name]) for name, value in zs.full_state_dict(model).items())
+
+    run_threads(2, run)
+
+
+def test_a_model_whose_shared_memory_was_written_is_refused_until_it_is_loaded(tmp_path):
+    def run(rank):
+        model, _ = zs.shard(seeded(lambda: nn.Linear(DIM, DIM)), None, stage=3, map_shared=True)
+        expected, result = zs.full_state_dict(model), model(torch.ones(2, DIM))
+        zs.save(tmp_path, model, None, step=1)
+
+        def write(module, args, output):
+            with torch.no_grad():
+                module.weight.add_(1.0)
+
+        handle = model.register_forward_hook(write, prepend=True)
+        for call in (lambda: model(torch.ones(2, DIM)), lambda: model(torch.ones(2, DIM)), lambda: zs.full_state_dict(model)):
+            with pytest.raises(zs.ShardedWriteError, match=r"weight: written in place .* all have other values now. Load a"):
+                call()
+        handle.remove()
+        with pytest.raises(zs.ShardedWriteError, match="other values now"):
+            zs.save(tmp_path / "late", model, None, step=2)
+        zs.load(tmp_path, model, None)
+        assert all(torch.equal(value, expected[name]) for name, value in zs.full_state_dict(model).items())
+        assert torch.equal(model(torch.ones(2, DIM)), result)
 
     run_threads(2, run)
 

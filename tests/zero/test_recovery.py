@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zoo import Block, Stack, normal_batches, run_threads, same, seeded, sgd
 
 import zeroshard as zs
+from zeroshard.engine import shard_model
 
 DIM = 6
 MODES = [
@@ -427,3 +428,22 @@ def test_a_hook_that_assigns_the_local_gradient(stage):
     for grads in run_threads(2, run):
         for name, param in plain.named_parameters():
             same(grads[name], param.grad, name, 1e-6)
+
+
+def test_a_write_to_a_model_whose_sharding_failed(monkeypatch):
+    """Memory for the unit's second group of parameters was not there: those of the first are sharded, and can be written."""
+    placed, plain = [], shard_model.Builder._group
+
+    def group(*args: object) -> object:
+        placed.append(args)
+        if len(placed) == 2:
+            raise Trouble
+        return plain(*args)
+
+    monkeypatch.setattr(shard_model.Builder, "_group", group)
+    model = nn.ParameterList([torch.ones(3), torch.ones(3, dtype=torch.float64)])
+    with pytest.raises(Trouble):
+        zs.shard(model, None, stage=3, units="model")
+    with torch.no_grad():
+        model[0].mul_(2.0)
+    assert model[0].full_tensor().tolist() == [2.0, 2.0, 2.0]

@@ -266,6 +266,19 @@ def test_a_gradient_while_sums_are_held_back(stage):
     on_ranks(task, stage=stage)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_of_another_shape(stage):
+    model, _ = zs.shard(nn.Linear(3, 2), None, stage=stage)
+    for value in (torch.ones(3), torch.ones(6), torch.ones(3, 2)):
+        with pytest.raises(
+            zs.ModelChanged, match=r"weight.grad was assigned a tensor of shape \(.*\): expected the parameter's, \(2, 3\)\."
+        ):
+            model.weight.grad = value
+    assert model.weight.grad is None
+    model.weight.grad = torch.ones(2, 3)
+    assert model.weight.grad.shape == (2, 3)
+
+
 def test_a_table_that_is_renormalised_in_its_forward():
     tokens = torch.arange(4)
 

@@ -40,6 +40,24 @@ def test_ranks_of_a_model_that_no_axis_divides(stage, mesh):
     assert run_threads(2, run) == [(1, False)] * 2
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda engine: engine.replicated,
+        lambda engine: engine.publish(),
+        lambda engine: engine.rehearse_step(),
+        lambda engine: engine.restoring({}),
+        lambda engine: engine.replace_all(stepped=True),
+        lambda engine: engine.after_step(print),
+    ],
+    ids=["replicated", "publish", "rehearse_step", "restoring", "replace_all", "after_step"],
+)
+def test_what_needs_an_optimizer_says_so(use):
+    model, _ = zs.shard(nn.Linear(4, 4), None, stage=2)
+    with pytest.raises(zs.ZeroshardError, match="this model has no optimizer: expected one of its parameters, got none"):
+        use(engine_of(model))
+
+
 def test_the_loss_scale():
     found = {}
     for precision in ("fp32", "bf16", "fp16"):

@@ -96,7 +96,7 @@ def test_a_model_of_two_states_is_neither_used_nor_shown(tmp_path):
     calls = callers(model, optimizer, average, tmp_path)
     calls["zs.save"]()
     for name, verb in VERBS.items():  # zs.close comes last
-        runtime_of(model).unusable = "half of it was loaded"
+        runtime_of(model).gate.unusable = zs.CheckpointError("half of it was loaded")
         if verb.usable:
             with pytest.raises(zs.CheckpointError, match="half of it was loaded"):
                 calls[name]()

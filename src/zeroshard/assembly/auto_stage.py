@@ -1,6 +1,6 @@
 """`zs.shard(stage="auto")`: chooses the stage and the tiers at run time, by the memory that is free.
 
-    bytes that each choice would hold (ModelLayout.held) + activations of the sample --> the first in CHOICES that fits on every rank
+    bytes that each choice would hold (tiers/room.py:held_by) + activations of the sample --> the first in CHOICES that fits on every rank
 
 Ranks exchange their free memory, so that all choose the same. CHOICES are also those of `zeroshard plan --auto`, which chooses a
 mesh, micro-batches, activation checkpoints as well.

@@ -407,7 +407,7 @@ class _Loading:
             what = str(error) if ours else f"{type(error).__name__}: {error}".removesuffix(": ")
             remedy = "load a checkpoint again before you go on" if ours or alone else "the ranks ended with it; start them again"
             why = f"{self.opened.path} could not be loaded to its end ({what}): {remedy}."
-            self.engine.mark_unusable(why)
+            self.engine.mark_unusable(CheckpointError(why))
             if ours:  # such an error was agreed on: every rank raises it
                 raise
             told = CheckpointError(why)
@@ -416,7 +416,7 @@ class _Loading:
             if isinstance(error, Exception):
                 raise told from error
             raise
-        self.engine.mark_unusable("")
+        self.engine.mark_unusable(None)
 
     def verify(self) -> None:
         """Verify checksums, while reading into memory or in a pass over all files (collective). Raises CheckpointError."""

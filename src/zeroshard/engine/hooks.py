@@ -45,6 +45,9 @@ def attach(runtime: Runtime) -> None:
             _attach_unit(runtime, unit, module)
             if unit.sharded:  # so that torch.save(module) raises the runtime's error, not one about hooks
                 module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
+        for module in {owner for group in unit.gathered for spec in group.specs for owner, _ in spec.owners}:
+            for before in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
+                runtime.handles.append(before(unit.give_back))
         for group in unit.trainable:  # by torch's method: a parameter's own one wraps hooks of the program (engine/user_hooks.py)
             for index, param in enumerate(group.compute):
                 runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, gradient_hook(group, index)))
@@ -76,6 +79,14 @@ def _computed(group: ParamGroup, index: int) -> Callable[[], Tensor | None]:
 def attached() -> list[Runtime]:
     """Return the runtimes of all models of this process that are sharded now."""
     return [found for where in _attached.valuerefs() if (found := where()) is not None]
+
+
+def at_rest(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return parameters, and of whole ones that a program's unshard() shows in modules, the sharded ones."""
+    unsharded = [unit for runtime in attached() for unit in runtime.units if unit.entries.swapped and not unit.in_use]
+    groups = [group for unit in unsharded for group in unit.gathered]
+    resting = {id(c): param for group in groups for c, param in zip(group.compute, group.params, strict=True)}
+    return [resting.get(id(param), param) for param in params]
 
 
 def also_remove(runtime: Runtime, handles: Iterable[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -133,9 +134,8 @@ class ParamHome(Home):
         """Return a view of what the parameter shows at rest; None if it is to be fetched at each use."""
         return None if self.group.values.staged or self.shows_master else self.fetch(gradient=False)
 
-    @property
-    def generator(self) -> torch.Generator | None:
-        return self.group.runtime.generator
+    def drawing(self) -> AbstractContextManager[None]:
+        return self.group.runtime.drawing()
 
     def complete(self, value: Tensor) -> Tensor:
         """Return the whole of a value of the parameter's shape, if the model shows itself as DTensors (collective over model axes)."""

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -51,6 +52,11 @@ from .write_gate import WriteGate
 
 # entry of a module's __dict__: a function that shards the model at its first use, and returns the module that has the runtime
 FIRST_USE = "_zeroshard_first_use"
+
+_WRITE_OUTSIDE = (
+    "Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in `with "
+    "zs.gathered(module, write=True)`"
+)
 
 
 class Backward:
@@ -91,7 +97,7 @@ class Runtime:
         self.comm, self.watches = topology.control, watches
         self.moved = tiers.make_away()
         self.shows_masters = masters_shown.get()
-        self.generator: torch.Generator | None = None  # of draws in place on sharded parameters; None: torch's default one
+        self.drawing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around draws on sharded parameters
         self.shown: Shown | None = None  # what sharded parameters show
         self.sharded_optimizers: list[Any] = []  # given to zs.shard or taken over since; ask `optimizers`
         self.awaiting: weakref.WeakSet[Any] = (
@@ -99,7 +105,6 @@ class Runtime:
         )  # made since zs.shard and not used yet (assembly/late_optimizer.py)
         self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # of these what `optimizers` has left as it is
         self.model_watch = ModelWatch()  # zs.shard sets one that notices
-        self.unusable = ""  # reason why the model can not be used: a load that failed half-way
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad
         self.sync = True  # False inside zs.accumulate
@@ -185,6 +190,20 @@ class Runtime:
                 "one optimizer with a parameter group for each set of options (for Muon beside AdamW: zs.Muon)."
             )
         return self.sharded_optimizers[0] if self.sharded_optimizers else None
+
+    @property
+    def core(self) -> Any:
+        """The core of the model's only optimizer. Raise ZeroshardError if it has none, ConfigError if it has several."""
+        if (optimizer := self.optimizer) is None:
+            raise ZeroshardError(self.expected_optimizer())
+        return optimizer.core
+
+    @property
+    def cores(self) -> list[Any]:
+        """The cores of the model's optimizers. Raise ZeroshardError if it has none."""
+        if not self.optimizers:
+            raise ZeroshardError(self.expected_optimizer())
+        return [optimizer.core for optimizer in self.optimizers]
 
     def expected_optimizer(self) -> str:
         """Return the text of the error of a verb that needs an optimizer, where the model has none."""
@@ -322,7 +341,7 @@ class Runtime:
         if unit.pinned:  # inside zs.gathered, which releases its copies itself
             return output
         if output is not None or sys.exc_info()[1] is forward.handled:  # it has not raised
-            unit.check_unwritten()
+            unit.check_unwritten("inside a forward", _WRITE_OUTSIDE)
             if output is not None:
                 self.prefetcher.staged(self.in_training())  # starts the next unit's gather, on ordered communicators
             # without an output, too: a forward that returns None may have left views or nodes in its arguments

@@ -201,6 +201,9 @@ class ParamGroup:
                 "they would be added to it. Run the last backward outside zs.accumulate, or optimizer.zero_grad() first."
             )
         if value is not None:
+            if tuple(value.shape) != slot.shape:
+                got, wanted = tuple(value.shape), tuple(slot.shape)
+                raise ModelChanged(f"{home.name}.grad was assigned a tensor of shape {got}: expected the parameter's, {wanted}.")
             self.refuse_gradient_write()
         self.runtime.unscale()
         if value is not None and not grads.reduced:
@@ -292,7 +295,7 @@ class Unit:
         self.in_backward = False
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
         # where `make` fails, parameters refer to this unit already
-        self.groups, self.sharded, self.phase = [], False, Phase.READY
+        self.groups, self.sharded, self.phase, self.entries = [], False, Phase.READY, ModuleEntries([])
         self.groups = groups = [make(self, given) for given in layouts]
         self.gathered = [group for group in groups if group.values.sharded]  # the other groups are whole at rest
         self._released = [group for group in self.gathered if group.values.released]
@@ -490,22 +493,22 @@ class Unit:
                 "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
             )
 
-    def give_back(self) -> None:
-        """Put the sharded parameters into the modules where the program has gathered the unit itself (Engine.unshard)."""
-        if self.entries.swapped:
-            self.check_unwritten()
+    def give_back(self, *_: object) -> None:
+        """Put the sharded parameters into the modules where a program's unshard() has put whole ones; no-op while it is in use."""
+        if self.entries.swapped and not self.in_use:
+            self.check_unwritten("after unshard()", "Write the sharded parameter, before unshard() or after reshard()")
             self.entries.swap_out()
 
-    def check_unwritten(self) -> None:
-        """Raise ShardedWriteError if the forward that ends now, or a program's unshard(), has written a parameter in place."""
+    def check_unwritten(self, where: str, remedy: str) -> None:
+        """Raise ShardedWriteError if a whole parameter was written in place; where ranks share its memory, at each use from now on."""
         written = self.entries.written()
         if not written:
             return
         if not self.in_backward:  # else the end of the unit's backward releases it
             self.entries.swap_out()
             self.reshard()
-        raise ShardedWriteError(
-            f"{', '.join(written[:3])}: written in place inside a forward, or after unshard(), where each rank has a copy that is "
-            "dropped. Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in "
-            "`with zs.gathered(module, write=True)`."
-        )
+        what, effect = f"{', '.join(written[:3])}: written in place {where}", "where each rank has a copy that is dropped"
+        if not self.releases:
+            effect = "in memory that ranks share (map_shared=True): all have other values now. Load a checkpoint, or make the model anew"
+            self.runtime.gate.unusable = ShardedWriteError(f"{what}, {effect}. {remedy}.")
+        raise ShardedWriteError(f"{what}, {effect}. {remedy}.")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ZeroshardError
 from .unit import ParamGroup, Unit
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ class WriteGate:
     """The gate of one model. Who writes calls `before` first, a step `invalidate` and `refresh`; who reads states calls `wait`.
 
     delayed: the delayed update; steppers: those of steps on the host. The optimizers' cores add theirs, if used.
-    saver: the background saver of checkpoints, from the first save on.
+    saver: the background saver of checkpoints, from the first save on. unusable: why the values are not of one state (a load that
+    failed half-way, a write to memory that ranks share), which each use of the model raises.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -31,6 +33,7 @@ class WriteGate:
         self.delayed: Any = None
         self.steppers: list[Any] = []
         self.saver: Any = None
+        self.unusable: ZeroshardError | None = None
 
     def wait(self, *units: Unit) -> None:
         """Wait until masters and states (and the shards of `units`) are at rest and nobody reads or writes them."""

@@ -115,6 +115,8 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
             call_of(self).wait()  # torch may have put other objects into the modules
             return self
         root = self._ready()
+        if root.engine is not None:
+            root.engine.units(set(modules)).reshard()
         for module in modules:
             for name, param in nn.Module.named_parameters(module, recurse=False):
                 if stays_whole(param):

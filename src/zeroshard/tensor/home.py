@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ..errors import ShardedWriteError
@@ -65,10 +65,9 @@ class Home:
         """The tensor's face for code that takes it for a DTensor; None: it has none."""
         return None
 
-    @property
-    def generator(self) -> torch.Generator | None:
-        """Generator of draws in place, where that is not torch's default one."""
-        return None
+    def drawing(self) -> AbstractContextManager[None]:
+        """Return a context for a draw in place; inside, torch's default generators are those to draw from."""
+        return nullcontext()
 
     def complete(self, value: Tensor) -> Tensor:
         """Return what `full_tensor()` of the tensor shall return, from its whole value, which may be a part of a larger tensor."""
@@ -174,9 +173,8 @@ class DerivedHome(Home):
     def shown(self) -> Shown | None:
         return self.parent.shown
 
-    @property
-    def generator(self) -> torch.Generator | None:
-        return self.parent.generator
+    def drawing(self) -> AbstractContextManager[None]:
+        return self.parent.drawing()
 
     def complete(self, value: Tensor) -> Tensor:
         return self.parent.complete(value)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import SupportsIndex, TypeVar
 
 import torch
@@ -435,13 +436,15 @@ def _new(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _random_(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
-    """Draw the whole tensor, as one process would, and keep this rank's slice."""
+    """Draw the whole tensor, as one process would, and keep this rank's slice (collective if the result depends on the value)."""
     target = args[0]
     target._begin_write()
-    whole = torch.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
-    if kwargs.get("generator") is None:
-        kwargs = {**kwargs, "generator": target._home.generator}
-    func(whole, *args[1:], **kwargs)
+    if any(kind in func._schema.name for kind in ("dropout", "rrelu")):
+        whole = target._home.gather_local(target._local).view(target.shape)
+    else:
+        whole = torch.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
+    with nullcontext() if kwargs.get("generator") is not None or faking() else target._home.drawing():
+        func(whole, *args[1:], **kwargs)
     local = target._local
     local.copy_(whole.view(-1)[target._home.start : target._home.stop])
     target._end_write(local)

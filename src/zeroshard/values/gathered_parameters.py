@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..engine.comm.base import DirectComm
 from ..engine.comm.messages import exchange_values
+from ..engine.hooks import at_rest
 from ..engine.ledger import GATHERED
 from ..engine.parameter import ParamHome
 from ..engine.shard_model import write_value
@@ -99,7 +100,7 @@ class Gathering:
         self._wholes: list[_Whole] = []
         self._opened: list[tuple[Unit, bool, int]] = []  # (unit, whether it was pinned before, bytes of its copies)
         self._told: list[tuple[list[_Whole], list[list[Any]]]] = []  # by group of ranks: parameters, `_Whole.told` by rank
-        params = list({id(param): param for param in params}.values())
+        params = list({id(param): param for param in at_rest(params)}.values())
         again = [whole_now[id(param)].home.name for param in params if is_gathered(param)]
         if again and self._writes:
             raise ZeroshardError(f"zs.gathered inside zs.gathered: {again[0]} is gathered already. Announce the write there.")
@@ -115,11 +116,8 @@ class Gathering:
         runtimes = [home.group.runtime for home in homes if isinstance(home, ParamHome)]
         for runtime in {id(runtime): runtime for runtime in runtimes}.values():
             begin(runtime, "zs.gathered")
-            if (
-                self._writes
-                and runtime.shows_masters
-                and any(isinstance(home, ParamHome) and home.shows_master for home in homes)
-            ):
+            rounded = runtime.shows_masters and any(isinstance(home, ParamHome) and home.shows_master for home in homes)
+            if self._writes and rounded:
                 raise ZeroshardError(
                     "zs.gathered with a write, of a model of zeroshard.fsdp: the copies are rounded to the dtype of computation. Write to the "
                     "parameters themselves, under torch.no_grad()."

@@ -264,7 +264,7 @@ def sharding_births(group: Comm, dtype: torch.dtype | None) -> Iterator[None]:
     """Shard the parameters that modules make inside over the ranks of a Comm (collective; api.py:init describes it)."""
     with contextlib.ExitStack() as stack:
         if not _here.inits:
-            stack.enter_context(_generators_of_rank_0(group))
+            stack.enter_context(generators_of_rank_0(group, "zs.init: seeds"))
         with _hook.lock:
             if _hook.contexts == 0:  # one hook for all threads: torch iterates its hooks while other threads register parameters
                 _hook.handles = (
@@ -295,8 +295,12 @@ def sharding_births(group: Comm, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _generators_of_rank_0(comm: Comm) -> Iterator[None]:
-    """Give torch's generators of all ranks rank 0's states; the end restores those of the other ranks (collective)."""
+def generators_of_rank_0(comm: Comm, label: str, in_turn: bool = False) -> Iterator[None]:
+    """Give torch's generators of all ranks rank 0's states; the end restores those of the other ranks (collective).
+
+    Ranks that are threads share their process's generators: they keep them, or, if `in_turn`, run what is inside one after another,
+    each from rank 0's states. It may then not be collective.
+    """
     if comm.alone:
         yield
         return
@@ -305,20 +309,25 @@ def _generators_of_rank_0(comm: Comm) -> Iterator[None]:
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     mine = [generator.get_state() for generator in generators]
     said = b"".join(bytes(state.numpy()) for state in mine)
-    everyone = exchange_values(comm, (zlib.crc32(said), process_identity()), "zs.init: seeds")
-    if len({told[0] for told in everyone}) == 1 or len({told[1] for told in everyone}) < len(everyone):
-        yield  # all are equal already; or ranks are threads, which share their process's generator
-        return
-    given = comm.exchange(said if comm.rank == 0 else b"", "zs.init: the generators of rank 0")[0]
-    for generator, state in zip(generators, mine, strict=True):
-        generator.set_state(torch.frombuffer(bytearray(given[: state.numel()]), dtype=torch.uint8))
-        given = given[state.numel() :]
-    try:
+    everyone = exchange_values(comm, (zlib.crc32(said), process_identity()), label)
+    threads = len({told[1] for told in everyone}) < len(everyone)
+    if not in_turn if threads else len({told[0] for told in everyone}) == 1:  # the second: all are equal already
         yield
-    finally:
-        other = everyone[comm.rank][0] != everyone[0][0]  # ranks with rank 0's seed go on with it
-        for generator, state in zip(generators if other else [], mine, strict=False):
-            generator.set_state(state)
+        return
+    given = comm.exchange(said if comm.rank == 0 else b"", f"{label}: the generators of rank 0")[0]
+    with _turn if threads else contextlib.nullcontext():
+        for generator, state in zip(generators, mine, strict=True):
+            generator.set_state(torch.frombuffer(bytearray(given[: state.numel()]), dtype=torch.uint8))
+            given = given[state.numel() :]
+        try:
+            yield
+        finally:
+            other = everyone[comm.rank][0] != everyone[0][0]  # ranks with rank 0's seed go on with it
+            for generator, state in zip(generators if other else [], mine, strict=False):
+                generator.set_state(state)
+
+
+_turn = threading.Lock()  # of ranks that are threads and draw from one generator
 
 
 class _Hook:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from torch import nn
 
 from ..engine.runtime import Runtime
+from ..engine.unit import Phase
 
 
 class ModuleUnits:
@@ -17,17 +18,18 @@ class ModuleUnits:
         self.units = [unit for unit in runtime.units if any(module in modules for module in unit.modules)]
 
     def unshard(self) -> Callable[[], None]:
-        """Start to gather (collective). The function returned waits, and puts whole parameters into the modules, until their next
-        forward or backward ends, a step, or `reshard`."""
+        """Start to gather (collective). The function returned waits, and shows whole parameters in the modules, until a use of these
+        ends, a step, a state dict, a public function (engine/verbs.py) or `reshard`; or none, if a forward has released them."""
         units = [unit for unit in self.units if unit.sharded and not unit.in_use]
         for unit in units:
             self.runtime.attendance.gather(unit)
 
         def wait() -> None:
             for unit in units:
-                unit.wait_for_unshard()
-                unit.entries.swap_in()
-                unit.lent = True  # autograd may save its parameters without the hooks of a forward
+                if unit.phase in (Phase.GATHERING, Phase.READY) and not unit.in_use:
+                    unit.wait_for_unshard()
+                    unit.entries.swap_in()
+                    unit.lent = True  # autograd may save its parameters without the hooks of a forward
 
         return wait
 
