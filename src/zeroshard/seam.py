@@ -306,7 +306,7 @@ class Engine:
         if given is None:
             return None
         optimizers, listed = self.optimizers, list(given) if isinstance(given, (list, tuple)) else [given]
-        if set(map(id, listed)) != set(map(id, optimizers)):
+        if not listed or set(map(id, listed)) != set(map(id, optimizers)):
             why = "" if optimizers else f" {self._runtime.expected_optimizer()}"
             if len(optimizers) > 1:
                 names = ", ".join(type(each).__name__ for each in optimizers)

@@ -94,6 +94,8 @@ def test_ranks_that_ask_for_different_things_are_told(tmp_path):
         model, optimizer = build("tied")
         with pytest.raises(zs.ConfigError, match="ranks 0 and 1 passed different arguments: step: 0 and 1"):
             zs.save(tmp_path, model, optimizer, name="x", step=rank)
+        with pytest.raises(zs.ConfigError, match="ranks 0 and 1 passed different arguments: optimizer: 'given' and None"):
+            zs.save(tmp_path, model, None if rank else optimizer, name="x", step=0)
         with pytest.raises(zs.ConfigError, match=r"extra: rank 0 gave \['a0'\], rank 1 \['a1'\]"):
             zs.save(tmp_path, model, optimizer, extra={f"a{rank}": 1})
         zs.close(model)

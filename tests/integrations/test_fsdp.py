@@ -865,6 +865,7 @@ def _fused(rank, ranks, folder):
             with pytest.raises(zs.ShardedAccessError, match="this rank holds a slice"):
                 storage.nbytes()
             view = weight.detach()[:, 2]
+            assert type(copy.deepcopy(view)) is torch.Tensor
             with pytest.raises(
                 zs.ShardedWriteError, match=r"would write to a copy of 0.weight.*zs.gathered\(module, write=True\)"
             ):
@@ -1198,10 +1199,34 @@ def test_parameters_that_the_program_keeps_are_saved_and_loaded_and_follow_conve
         assert all(
             torch.equal(a, b) for a, b in zip(*(zs.full_state_dict(each).values() for each in (model, other)), strict=True)
         )
+    given = zs.full_state_dict(model)
+    other = kept_apart("meta")
+    other.load_state_dict(given, assign=True)
+    assert torch.equal(other.norm.weight, given["norm.weight"]) and loss_of(other, 0, 0) == loss_of(model, 0, 0)
+    assert other.norm.weight.not_sharded is True
     alone = nn.Linear(2, 2)
-    fsdp.fully_shard(alone, ignored_params=set(alone.parameters()))
+    fsdp.fully_shard(alone, ignored_params=(param for param in alone.parameters()))
     alone(torch.ones(1, 2)).sum().backward()
     assert alone.half().weight.grad is not None and alone.weight.dtype == torch.float16
+
+
+def test_conversions_that_exchange_parameters_keep_those_of_the_program_whole():
+    model = net()
+    wrapped(fsdp, model, ignored_params={model.norm.weight})
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    loss_of(model, 0, 0).backward()
+    assert type(model.norm.weight) is nn.Parameter and isinstance(model.norm.bias, ShardedParameter)
+
+
+def test_state_dicts_without_sharded_tensors_are_staged_by_torch():
+    given = nn.Linear(2, 2).state_dict()
+    options = dict.fromkeys(("use_async_staging", "use_pinned_memory", "use_shared_memory", "use_non_blocking_copy"), False)
+    staged = DefaultStager(StagingOptions(**options)).stage(given)
+    assert type(staged) is type(given) and all(torch.equal(staged[name], value) for name, value in given.items())
 
 
 def _mistake_twice():

@@ -101,7 +101,8 @@ def save(
     except Exception as error:
         problem = telling(error, "zs.save", engine.world.rank)
     digests = {name: hashlib.sha256(each.content).hexdigest() for name, each in extras.items()}
-    stages, told = agree(engine, given, "zs.save", {} if plan is None else vars(plan), problem, digests)
+    mine = {} if plan is None else vars(plan) | {"optimizer": None if optimizer is None else "given"}
+    stages, told = agree(engine, given, "zs.save", mine, problem, digests)
     assert plan is not None
     plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
     return _write(saver, plan, stages, extras, alike(stages.world, extras, told), slices, files or {}, started)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..checkpoint.directory import write_whole
 from .arguments import UsageError
 from .sheets import drawn
 
@@ -127,6 +126,8 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file atomically: it replaces an old one only once all its content is written."""
+        from ..checkpoint.directory import write_whole  # the package imports torch: a mistake in a call is told at once
+
         write_whole(self.path / name, text.encode())
 
     def write_plot(self, baselines: Mapping[str, float]) -> None:

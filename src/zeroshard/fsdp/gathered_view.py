@@ -62,6 +62,9 @@ class GatheredView(torch.Tensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         return self._copy.clone().__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self._copy.clone()
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"GatheredView({self._name}, {self._copy!r})"
 

@@ -8,6 +8,7 @@ The process of DCP that saves unpickles them, and so imports this package, which
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -107,11 +108,13 @@ def in_one_box(tree: Tree) -> Tree:
 
 
 def mapped(tree: Tree, function: Callable[[Tree], Tree]) -> Tree:
-    """Return nested dictionaries, lists and tuples with a function of each leaf."""
+    """Return nested dictionaries, lists and tuples with a function of each leaf; those in which no leaf changes as they are."""
     if isinstance(tree, dict):
-        return {key: mapped(value, function) for key, value in tree.items()}
+        found = {key: mapped(value, function) for key, value in tree.items()}
+        return found if any(found[key] is not value for key, value in tree.items()) else tree
     if type(tree) in (list, tuple):
-        return type(tree)(mapped(value, function) for value in tree)
+        leaves = [mapped(value, function) for value in tree]
+        return type(tree)(leaves) if any(map(operator.is_not, leaves, tree)) else tree
     return function(tree)
 
 
@@ -123,7 +126,9 @@ def without_copies(tree: Tree) -> Tree:
 def with_copies(staged: Tree, copies: Tree) -> Tree:
     """Return a staged tree with the slices of another one in their places."""
     if isinstance(copies, dict):
-        return {key: with_copies(staged[key], value) for key, value in copies.items()}
+        found = {key: with_copies(staged[key], value) for key, value in copies.items()}
+        return found if any(found[key] is not staged[key] for key in found) else staged
     if type(copies) in (list, tuple):
-        return type(copies)(map(with_copies, staged, copies))
+        leaves = list(map(with_copies, staged, copies))
+        return type(copies)(leaves) if any(map(operator.is_not, leaves, staged)) else staged
     return copies if isinstance(copies, HostSlice) else staged

@@ -111,8 +111,11 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         own = [param for module in modules for _, param in nn.Module.named_parameters(module, recurse=False)]
         if call_of(self).waits and any(_converted(fn, param).dtype != param.dtype for param in own):
             for module in modules:
+                whole = [name for name, param in nn.Module.named_parameters(module, recurse=False) if stays_whole(param)]
                 convert_own(module, fn)
-            call_of(self).wait()  # torch may have put other objects into the modules
+                for name in whole:  # torch may have put other objects into the modules
+                    setattr(getattr(module, name), NOT_SHARDED, True)
+            call_of(self).wait()
             return self
         root = self._ready()
         if root.engine is not None:

@@ -55,7 +55,8 @@ def fully_shard(
     """
     given = module if isinstance(module, list) else [module]
     policy = mp_policy or MixedPrecisionPolicy()
-    modules = _checked(given, ignored := set(map(id, ignored_params or ())))
+    kept_whole = list(ignored_params or ())  # it may be a generator
+    modules = _checked(given, ignored := set(map(id, kept_whole)))
     whole_mesh = None
     if dp_mesh_dims is not None:
         params = [param for each in modules for param in each.parameters() if id(param) not in ignored]
@@ -88,7 +89,7 @@ def fully_shard(
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     call = Call(modules, mesh, reshard_after_forward, policy, offload)
     call.whole_mesh = whole_mesh
-    call.keep_whole(ignored_params or ())
+    call.keep_whole(kept_whole)
     for each in modules:
         become_fsdp(each)
         say_fully_sharded(each)

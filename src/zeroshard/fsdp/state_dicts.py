@@ -9,19 +9,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..seam import Engine, info_of
+from ..seam import NOT_SHARDED, Engine, info_of, stays_whole
 
 
 def serve_loads(model: nn.Module, engine: Engine) -> None:
     """Register the hooks on a sharded model's modules; zs.close removes them."""
-    holders = [module for module in model.modules() if any(map(info_of, module.parameters(recurse=False)))]
+    holders = [
+        module
+        for module in model.modules()
+        if any(info_of(param) or stays_whole(param) for param in module.parameters(recurse=False))
+    ]
     engine.also_remove([module.register_load_state_dict_pre_hook(_take) for module in holders])
 
 
 def _take(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    assigns = metadata.get("assign_to_params_buffers", False)
     metadata["assign_to_params_buffers"] = False
-    for name, param in module.named_parameters(recurse=False):
+    for name, param in list(module.named_parameters(recurse=False)):
         value = state.get(prefix + name)
+        if stays_whole(param) and isinstance(value, Tensor) and assigns:  # torch's object would not be marked
+            given = nn.Parameter(value.detach(), param.requires_grad)
+            setattr(given, NOT_SHARDED, True)
+            setattr(module, name, given)
         if info_of(param) is None or not isinstance(value, Tensor):
             continue
         if isinstance(value, DTensor):

@@ -9,7 +9,6 @@ the elements of `param.ds_tensor`, are for stage 3 only. A name that the optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,15 +28,13 @@ def _part(part_of: Callable[..., ParameterPart], param: Tensor, key: str | None,
     return part_of(param) if key is None else part_of(param, key)
 
 
-def _get(
-    part_of: Callable[..., ParameterPart], param: Tensor, optim_state_key: str | None = None, local: bool = False
-) -> Tensor | None:
-    part = _part(part_of, param, optim_state_key, local)
+def _get(part_of: Callable[..., ParameterPart], param: Tensor, key: str | None = None, local: bool = False) -> Tensor | None:
+    part = _part(part_of, param, key, local)
     if part is None:
         return None
     found = part.local() if local else part.full()
-    if found is None and optim_state_key is not None and (names := part.names()):  # type: ignore[attr-defined]
-        raise ValueError(f"{optim_state_key!r} not found in the optimizer state of {part.name}, which has {', '.join(names)}.")
+    if found is None and key is not None and (names := part.names()):  # type: ignore[attr-defined]
+        raise ValueError(f"{key!r} not found in the optimizer state of {part.name}, which has {', '.join(names)}.")
     return _in_fp32(found)
 
 
@@ -48,23 +45,33 @@ def _in_fp32(found: Tensor | None) -> Tensor | None:
 
 
 def _set(
-    part_of: Callable[..., ParameterPart], param: Tensor, value: Tensor, optim_state_key: str | None = None, local: bool = False
+    part_of: Callable[..., ParameterPart], param: Tensor, value: Tensor, key: str | None = None, local: bool = False
 ) -> None:
-    part = _part(part_of, param, optim_state_key, local)
+    part = _part(part_of, param, key, local)
     if part is not None and local:
         part.set_local(value.reshape(-1))
     elif part is not None:
         part.set_full(value.reshape(param.shape) if value.numel() == param.numel() else value)
 
 
-# param -> the master, whole (collective) or this rank's slice, flat; (param, value): set it, and so the parameter (collective)
-safe_get_full_fp32_param, safe_get_local_fp32_param = partial(_get, value_of), partial(_get, value_of, local=True)
-safe_set_full_fp32_param, safe_set_local_fp32_param = partial(_set, value_of), partial(_set, value_of, local=True)
-# the same of a state of the optimizer, by its name, as "exp_avg": (param, name), (param, value, name)
-safe_get_full_optimizer_state, safe_get_local_optimizer_state = partial(_get, state_of), partial(_get, state_of, local=True)
-safe_set_full_optimizer_state, safe_set_local_optimizer_state = partial(_set, state_of), partial(_set, state_of, local=True)
-# the same of this rank's slice of the mean gradient, flat, which the next step uses
-safe_get_local_grad, safe_set_local_grad = partial(_get, gradient_of, local=True), partial(_set, gradient_of, local=True)
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """Return the whole master of a parameter (collective)."""
+    return _get(value_of, param)
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the whole master, and so the parameter (collective)."""
+    _set(value_of, param, value)
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """Return this rank's slice of the master, flat."""
+    return _get(value_of, param, local=True)
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the master, and so the parameter, from each rank's slice (collective)."""
+    _set(value_of, param, value, local=True)
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -86,6 +93,36 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
         _set(gradient_of, param, value)
     elif param.grad is not None:
         param.grad.copy_(value)
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """Return this rank's slice of the mean gradient, flat."""
+    return _get(gradient_of, param, local=True)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Set the gradient that the next step uses from each rank's slice (collective)."""
+    _set(gradient_of, param, value, local=True)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """Return a whole state of the optimizer by its name, as "exp_avg" (collective)."""
+    return _get(state_of, param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set a whole state of the optimizer by its name (collective)."""
+    _set(state_of, param, value, optim_state_key)
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """Return this rank's slice of a state of the optimizer, flat."""
+    return _get(state_of, param, optim_state_key, local=True)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set a state of the optimizer from each rank's slice (collective)."""
+    _set(state_of, param, value, optim_state_key, local=True)
 
 
 def safe_update_full_grad_vectorized(param_list: Iterable[Tensor], update_func: Callable[[Tensor, Tensor], Tensor]) -> None:
