@@ -427,8 +427,32 @@ def _beside_the_model(door, rank):
     return found, {"model": get_model_state_dict(model, options=FULL)}
 
 
+def _by_dtensors(door, rank):
+    """Optimizer states are gathered where they are DTensors, and come back by distribute_tensor, as pytorch/examples has it."""
+    model = wrapped(door)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    found, values = steps(model, optimizer, rank, 0, 2), get_model_state_dict(model, options=FULL)
+    kept = {
+        number: {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+        for number, state in optimizer.state_dict()["state"].items()
+    }
+    assert all(type(value) is torch.Tensor for state in kept.values() for value in state.values())
+    model = wrapped(door)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    steps(model, optimizer, rank, 2, 3)
+    given = optimizer.state_dict()
+    for number, state in given["state"].items():
+        for key, value in state.items():
+            whole = kept[number][key]
+            cut = isinstance(value, DTensor)
+            state[key] = distribute_tensor(whole, value.device_mesh, value.placements) if cut else whole
+    optimizer.load_state_dict(given)
+    set_model_state_dict(model, values, options=FULL)
+    return found + steps(model, optimizer, rank, 2, 4), states(model, optimizer)
+
+
 PROGRAMS = (
-    _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
+    _by_dtensors, _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
     _two_optimizers, _two_optimizers_scaled, _beside_the_model,
 )  # fmt: skip
 

@@ -29,7 +29,7 @@ def parsed(arguments: list[str]) -> tuple[dict[str, Any], bool, list[str]]:
     known = {field.name for field in dataclasses.fields(Config)} | {"preset"}
     options: dict[str, Any] = {}
     report, rest = False, list(arguments)
-    while rest and rest[0].startswith("--"):
+    while rest and rest[0].startswith("--") and rest[0] != "--help":
         flag, equals, value = rest.pop(0).partition("=")
         name = flag[2:].replace("-", "_")
         if name == "report":
@@ -53,9 +53,10 @@ def main() -> None:
         options, report, rest = parsed(sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"python -m zeroshard.fsdp: {error}\n{USAGE}")
-    if not rest or rest[0] == "-h" or rest == ["-m"]:
-        print(USAGE, file=sys.stdout if rest[:1] == ["-h"] else sys.stderr)
-        sys.exit(0 if rest[:1] == ["-h"] else 2)
+    asked = rest[:1] in (["-h"], ["--help"])
+    if not rest or asked or rest == ["-m"]:
+        print(USAGE, file=sys.stdout if asked else sys.stderr)
+        sys.exit(0 if asked else 2)
     if rest[0] != "-m" and not os.path.isfile(rest[0]):
         sys.exit(f"python -m zeroshard.fsdp: no file {rest[0]!r}. {USAGE}")
     from . import calls

@@ -345,7 +345,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
             given[name].__dict__[NOW] = param
     root.engine = engine_of(model)
     if mesh is not None:
-        root.engine.show(Shown(*root.shown(), viewed, NoMemory))
+        root.engine.show(Shown(*root.shown(), viewed, NoMemory, DTensor))
     serve_loads(model, root.engine)
     root.engine.draw_alike()
     for call in (root, *inner) if on_meta else ():

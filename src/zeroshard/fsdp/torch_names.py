@@ -34,6 +34,7 @@ def serve_state_dicts() -> None:
         plain: Callable[..., Any], full: dict[str, Any], local: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any
     ) -> None:
         sharded = {key: local[key] for key in keys if isinstance(local.get(key), ShardedTensor)}
+        local.update(dict.fromkeys(sharded, torch.empty(0)))  # torch would take states for DTensors, whose slices are rows
         plain(full, local, keys, *args, **kwargs)
         for key, mine in sharded.items():  # a few at a time, so that no rank has the whole model
             local[key] = torch.empty_like(mine).copy_(local[key])

@@ -27,6 +27,7 @@ from ..engine.unit import ParamGroup
 from ..errors import ConfigError, ModelClosed
 from ..tensor.sharded_tensor import ShardedTensor, trace_of
 from ..tensor.state_column import is_column
+from ..utils import torch_compat
 from .state_loading import Restoring, SavedState, TensorReader, scalars_for, state_dtype
 from .state_storage import StateHome, WholeState, write_state
 
@@ -196,6 +197,11 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
         if states:
             raise ModelClosed("optimizer states were given after zs.close(model): give them to the optimizer of a sharded model.")
         return
+    places = {id(param): (group, index) for group in groups for index, param in enumerate(group.params)}
+    states = {
+        key: {name: _cut(*places[key], value) for name, value in each.items()} if key in places else each
+        for key, each in states.items()
+    }
     # a scalar parameter does not show which states are one number per parameter: its columns have the same shape ()
     shapes = {id(p): spec.shape for g in groups for p, spec in zip(g.params, g.specs, strict=True)}
     counters = {"step"} | {
@@ -222,6 +228,14 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
         _note(core, group, index, True, sorted(states.get(id(group.params[index]), {}).items(), key=lambda item: str(item[0])))
     Restoring(core, saved).put()
     _load_outside(core, states)
+
+
+def _cut(group: ParamGroup, index: int, value: object) -> object:
+    """Return a state; one that came as a DTensor of the parameter's shape as this rank's slice (collective then)."""
+    if isinstance(value, ShardedTensor) or not torch_compat.is_distributed(value) or value.shape != group.specs[index].shape:
+        return value
+    home, whole = group.homes[index], value.full_tensor().reshape(-1)
+    return home.wrap(whole[home.start : home.stop].clone(), whole.dtype)
 
 
 def _load_outside(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) -> None:

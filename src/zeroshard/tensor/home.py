@@ -26,6 +26,7 @@ class Shown(NamedTuple):
     placements: tuple[object, ...]
     view: Callable[..., object]  # (operation, its result on gathered copies, name) -> what the program gets
     storage: Callable[..., object]  # tensor -> the result of its `untyped_storage()`
+    states: type  # of which isinstance() takes optimizer states to be: programs ask before they gather them
 
 
 class Home:
