@@ -1346,6 +1346,7 @@ def test_mistakes_name_the_thing_and_a_remedy(mistake):
 
 
 def test_options_of_the_command():
+    assert parsed(["--stage", "2", "--help"])[2] == ["--help"]
     options, report, rest = parsed(["--offload-optimizer", "cpu", "--stage=2", "--report", "train.py", "--lr", "1"])
     assert (options, report, rest) == ({"offload_optimizer": "cpu", "stage": 2}, True, ["train.py", "--lr", "1"])
     with pytest.raises(zs.ConfigError, match="--offload-optimiser: no option of zs.shard. Did you mean 'offload_optimizer'"):
