@@ -712,3 +712,47 @@ def test_options_that_serve_one_optimizer(options, told):
         first.step()
 
     run_threads(WORLD, rank_run)
+
+
+# -- in hooks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["given", "late and used", "both wait"])
+def test_an_optimizer_that_a_hook_steps_is_refused(case):
+    """However many others the model has, and whichever of them were used."""
+
+    def rank_run(rank, stage):
+        model = copy.deepcopy(MODEL)
+        first, *rest = model.parameters()
+        given = torch.optim.SGD(rest, lr=0.1)
+        zs.shard(model, given if case == "given" else None, stage=stage)
+        others = given if case == "given" else torch.optim.SGD(rest, lr=0.1)
+        if case == "late and used":
+            steps(model, [others], lambda number: [DATA[number][0][rank]])
+        own = torch.optim.SGD([first], lr=0.1)
+        with pytest.raises(zs.ConfigError, match=r"gain: this hook steps an optimizer of its own \(SGD\)"):
+            first.register_post_accumulate_grad_hook(lambda param: (own.step(), own.zero_grad()))
+        steps(model, [others, own], lambda number: [DATA[number][0][rank]])
+
+    for stage in (0, 1, 3):
+        run_threads(WORLD, functools.partial(rank_run, stage=stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_in_a_backward_is_refused(stage):
+    """Of an optimizer that was the model's own before the hook was registered, too."""
+
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        optimizers = interleaved(model)
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        handle = model.layers[0].bias.register_post_accumulate_grad_hook(lambda param: optimizers[1].step() and None)
+        with pytest.raises(zs.ZeroshardError, match=r"SGD.step\(\) inside a backward of its model"):
+            backward(model, [DATA[0][0][rank]])
+        handle.remove()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+
+    run_threads(WORLD, rank_run)

@@ -25,6 +25,7 @@ from torch.optim import lr_scheduler
 
 from ..config import Placement, Tier
 from ..errors import NonFiniteError, ZeroshardError
+from ..utils.autograd import in_backward
 from .comm.messages import exchange_values
 from .gradient_account import Clipped
 from .inner_optimizer import Options, fresh, inner_copy, step_together
@@ -33,6 +34,7 @@ from .runs import Run, RunMaker, state_tensors
 from .runtime import Runtime
 from .steppers import Job, Steppers
 from .unit import ParamGroup
+from .user_hooks import ONE_OPTIMIZER
 from .verbs import begin
 
 
@@ -291,6 +293,11 @@ class OptimizerCore:
         """Take one step (collective). If no rank has a gradient, step nothing and return a record with skipped=True."""
         runtime = self.runtime
         begin(runtime, "optimizer.step")
+        if runtime.in_backward and in_backward():
+            raise ZeroshardError(
+                f"{type(self.outer).__name__}.step() inside a backward of its model (in a hook), where gradients are not yet averaged over the "
+                f"ranks. {ONE_OPTIMIZER}"
+            )
         for unit in runtime.units:
             unit.check_unchanged()
             if unit.pinned:

@@ -160,10 +160,12 @@ class Runtime:
 
     @property
     def known_optimizers(self) -> list[Any]:
-        """The model's sharded optimizers, without those of several that wait: each of these may be a hook's own."""
+        """The model's sharded optimizers without those that wait, each of which may be a hook's own; if all wait: the only one."""
+        if self.sharded_optimizers:
+            return self.sharded_optimizers
         if len(self._free()) > 1:
             collect_garbage()
-        return self.optimizers if len(self._free()) < 2 else self.sharded_optimizers
+        return self.optimizers if len(self._free()) == 1 else []
 
     def _free(self) -> list[Any]:
         """Return the optimizers made since zs.shard that have no parameter of one that is taken over."""
