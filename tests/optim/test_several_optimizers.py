@@ -756,3 +756,52 @@ def test_a_step_in_a_backward_is_refused(stage):
         steps(model, optimizers, lambda number: [DATA[number][0][rank]])
 
     run_threads(WORLD, rank_run)
+
+
+# -- ranks that differ ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("order", [True, False])
+def test_ranks_that_step_different_optimizers_are_told_by_name(order, clips):
+    """One of them alone, or all in another order; at every stage, on every rank."""
+
+    def rank_run(rank, make, stage, told):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        optimizers = make(model)
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        backward(model, [DATA[0][0][rank]])
+        if clips:
+            zs.clip_grad_norm_(model, 0.1)
+        with pytest.raises(zs.CollectiveMismatch, match=told):
+            for optimizer in (optimizers[::-1] if rank else optimizers) if order else optimizers[rank : rank + 1]:
+                optimizer.step()
+
+    names = ["SGD", "AdamW"], ["AdamW", "AdamW"]
+    for (sgd, adamw), make in zip(names, (interleaved, two_of_one_class), strict=True):
+        told = rf"optimizer step of {adamw} \(layers.0.weight, ...\).*; rank 1: optimizer step of {sgd} \(gain, ...\)"
+        for stage in STAGES:
+            run_threads(WORLD, functools.partial(rank_run, make=make, stage=stage, told=told))
+
+
+def test_a_step_of_a_model_with_one_optimizer_names_none():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        world, labels = runtime_of(model).topology.world, []
+        optimizer = one_of_two_groups(model)[0]
+        exchange = world.exchange
+        world.exchange = lambda payload, label: labels.append((label, len(payload))) or exchange(payload, label)
+        for clips in (False, True):
+            backward(model, [DATA[0][0][rank]])
+            if clips:
+                zs.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.step()
+        return [each for each in labels if each[0].startswith("optimizer step")]
+
+    norm = [(f"optimizer step: gradient norm [step {number}]", 40) for number in (1, 2)]
+    expected = [("optimizer step: compare optimizers", 32), *norm, ("optimizer step without gradients", 0)]
+    assert run_threads(WORLD, rank_run) == [expected] * WORLD

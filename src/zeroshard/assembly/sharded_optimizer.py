@@ -240,7 +240,7 @@ def agree(core: OptimizerCore) -> None:
     room (collective; before the first step)."""
     runtime = core.runtime
     specs = [spec for group in runtime.groups for spec in group.specs]
-    check_alike(runtime.comm, described_optimizer(specs, core.outer))
+    check_alike(runtime.comm, described_optimizer(specs, core.outer), f"optimizer step{core.remark}", "optimizers")
 
     def find() -> dict[Place, int]:
         found: dict[Place, int] = defaultdict(int)

@@ -155,6 +155,14 @@ class OptimizerCore:
         """The number of the first parameter that it steps: an order of a model's optimizers that is the same on every rank."""
         return min((group.specs[index].number for group, own in self.indices.items() for index in own), default=-1)
 
+    @property
+    def remark(self) -> str:
+        """Name this optimizer, of several of a model, for labels of what ranks do in its step: they are the same on every rank."""
+        if len(self.cores) == 1:
+            return ""
+        names = {group.specs[index].number: group.specs[index].name for group, own in self.indices.items() for index in own}
+        return f" of {type(self.outer).__name__} ({names[self.place]}, ...)" if names else f" of {type(self.outer).__name__}"
+
     def _number(self, run: Run) -> int:
         """Return the number of the optimizer's group that has a run's parameters."""
         return self.group_of[id(run.group.params[run.indices[0]])]
@@ -185,11 +193,11 @@ class OptimizerCore:
 
     # -- agree -----------------------------------------------------------------------------------------------
 
-    def global_norm(self, without: Collection[int] = ()) -> tuple[float, float]:
+    def global_norm(self, without: Collection[int] = (), of: str = "") -> tuple[float, float]:
         """Return the norm of the mean gradient over all ranks, and the divisor that turns gradients into that mean (collective).
 
         The norm is non-finite if any element is. The divisor is the loss scale times the mean weight (zs.backward). without: ids of
-        parameters that do not enter the norm.
+        parameters that do not enter the norm. of: the `remark` of the optimizer that steps.
         """
         account = self.runtime.account
         scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # the loss scale that reduced gradients still carry
@@ -202,7 +210,7 @@ class OptimizerCore:
         form = struct.Struct(f"<{'d?' if weights else ''}{len(watches)}Q")
         again = "" if self._found() is None else " anew (it was not finite, or gradients were written since)"
         (total, weight, weighted, plain), told = self.world.compare(
-            form.pack(*weights, *fingerprints), f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}",
+            form.pack(*weights, *fingerprints), f"optimizer step{of}: gradient norm{again}{self.runtime.attendance.remark()}",
             (total, account.weight, bool(account.weight), account.unweighted),
         )  # fmt: skip
         rows = [(*weights, *fingerprints)] * self.world.world_size if told is None else [form.unpack(part) for part in told]
@@ -240,7 +248,7 @@ class OptimizerCore:
         if found is None:
             for core in self.allied:
                 core.runtime.flush()
-            norm, divisor = self.global_norm(without)
+            norm, divisor = self.global_norm(without, self.remark if stepping else "")
         elif found.of_ally and found.max_norm == max_norm:  # the clip of another stage's core has scaled these gradients too
             self.runtime.account.clipped[self] = replace(found, of_ally=False)
             return found.norm
@@ -313,12 +321,12 @@ class OptimizerCore:
 
     def _agree_and_step(self) -> StepRecord:
         runtime, account = self.runtime, self.runtime.account
+        others = {key for each in runtime.optimizers if each.core is not self for key in each.core.group_of}
         if self.agree is not None:
             self.agree()
             self.agree = None
-        others = {key for each in runtime.optimizers if each.core is not self for key in each.core.group_of}
         if not self.stepped_groups and self.world is self.comm:
-            self.comm.exchange(b"", "optimizer step without gradients")  # raises where other ranks do have gradients
+            self.comm.exchange(b"", f"optimizer step{self.remark} without gradients")  # raises where other ranks do have gradients
             runtime.attendance.steps += account.begins_step(self)
             outside = any(self.outside)
             if outside:
@@ -331,6 +339,9 @@ class OptimizerCore:
                 self._clip(found.max_norm, stepping=True)
             else:
                 self._clip(runtime.config.max_grad_norm, stepping=True, without=others)
+        elif others:  # clipped before the step, in which ranks have to agree on whose it is
+            self.world.exchange(b"", f"optimizer step{self.remark}")
+            meets = True
         begins = account.begins_step(self)
         runtime.attendance.steps += begins
         clipped = account.clipped.pop(self)
