@@ -149,6 +149,7 @@ class OptimizerCore:
         self.inner.param_groups.append({**self.outer.param_groups[-1], "params": []})
         self.maker.alone = alone
         self._take_groups()
+        self.runtime.sort_optimizers()
 
     @property
     def place(self) -> int:

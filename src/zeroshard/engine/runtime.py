@@ -151,9 +151,15 @@ class Runtime:
                 collect_garbage()  # some may be garbage in circles, which ranks collect at different times
             free = self._free()
             held = Counter(key for each in free for key in members_of(each))
+            refused: list[ConfigError] = []
             for optimizer in free:
                 if all(held[key] == 1 for key in members_of(optimizer)):  # else: the first that steps is taken
-                    optimizer.take_over()
+                    try:
+                        optimizer.take_over()
+                    except ConfigError as error:  # beside others it raises at its own step
+                        refused.append(error)
+            if refused and not self.sharded_optimizers:
+                raise refused[0]
             self._left.clear()
             self._left.update(self.awaiting)
         return self.sharded_optimizers
@@ -168,19 +174,33 @@ class Runtime:
         return self.optimizers if len(self._free()) == 1 else []
 
     def _free(self) -> list[Any]:
-        """Return the optimizers made since zs.shard that have no parameter of one that is taken over."""
+        """Return the optimizers made since zs.shard that have no parameter of one that is taken over, in the order of `optimizers`."""
         taken = {key for each in self.sharded_optimizers for key in each.core.group_of}
-        return [each for each in self.awaiting if not each.wraps_another and taken.isdisjoint(members_of(each))]
+        free = [each for each in self.awaiting if not each.wraps_another and taken.isdisjoint(members_of(each))]
+        if len(free) > 1:
+            numbers = {id(p): spec.number for group in self.groups for p, spec in zip(group.params, group.specs, strict=True)}
+            free.sort(key=lambda each: min(numbers.get(key, len(numbers)) for key in members_of(each)))
+        return free
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Add a sharded optimizer of some of the parameters."""
         self.sharded_optimizers.append(optimizer)
+        self.sort_optimizers()
+
+    def sort_optimizers(self) -> None:
+        """Bring the optimizers in order again: one has got a parameter."""
         self.sharded_optimizers.sort(key=lambda each: each.core.place)
 
     def of_others(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """Return the ids of the parameters that other optimizers of the model hold."""
-        others = [each for each in (*self.sharded_optimizers, *self.awaiting) if each is not optimizer]
-        return members_of(*others) - members_of(optimizer) if others else set()
+        """Return the ids of the parameters that other optimizers of the model hold, those that wait included."""
+
+        def held(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+            others = [each for each in optimizers if each is not optimizer]
+            return members_of(*others) - members_of(optimizer) if others else set()
+
+        if held(self.awaiting):
+            collect_garbage()  # some may be garbage in circles, which ranks collect at different times
+        return held((*self.sharded_optimizers, *self.awaiting))
 
     @property
     def optimizer(self) -> Any:
