@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import differences, seeded
+from helpers import Branches, differences, seeded
 from optimizers import DATA, MODEL, STAGES, WORLD
 from torch import nn
 
@@ -909,3 +909,118 @@ def test_one_that_does_not_suit_raises_at_its_own_step():
         assert all((param.grad is None) == (param.dim() == 2) for param in model.parameters())
 
     run_threads(WORLD, rank_run)
+
+
+# -- sums held back, failed backwards, gradients beside the model --------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_while_some_ranks_hold_sums_back(stage):
+    """A branch that one rank alone uses inside zs.accumulate, and that the other optimizer steps."""
+    inputs = seeded(lambda: torch.randn(3, 6))
+    built = seeded(Branches)
+
+    def rank_run(rank, drops):
+        model = copy.deepcopy(built)
+        zs.shard(model, stage=stage)
+        first = torch.optim.SGD([*model.stem.parameters(), *model.head.parameters(), *model.branches[0].parameters()], lr=0.1)
+        second = torch.optim.SGD([*model.branches[1].parameters(), *model.branches[2].parameters()], lr=0.1)
+        model(inputs, (0, 1)).backward()
+        for optimizer in (first, second):
+            optimizer.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        with zs.accumulate(model):
+            model(inputs, (0, 1) if rank == 0 else (0,)).backward()
+        if drops:
+            first.zero_grad()
+        second.step()
+        first.step()
+        assert first.last_step.skipped == drops and not second.last_step.skipped
+        return {name: value for name, value in zs.full_state_dict(model).items() if name.startswith(("branches.1", "branches.2"))}
+
+    expected, got = (run_threads(WORLD, functools.partial(rank_run, drops=drops)) for drops in (False, True))
+    for values, wanted in zip(got, expected, strict=True):
+        assert not differences(values, wanted)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_when_all_have_dropped_theirs_weights_are_forgotten(to_none):
+    def rank_run(rank, stage):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        optimizers = interleaved(model)
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        with zs.accumulate(model):
+            zs.backward(model, model(*DATA[1][0][rank]), weight=3.0)
+            for optimizer in optimizers:
+                optimizer.zero_grad(to_none)
+        model(*DATA[0][0][rank]).backward()  # a weight and none would be refused
+        for optimizer in optimizers:
+            optimizer.step()
+        return zs.full_state_dict(model)
+
+    for stage in (0, 1, 3):
+        run_threads(WORLD, functools.partial(rank_run, stage=stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_before_the_first_use_while_sums_are_held_back(stage):
+    def rank_run(rank):
+        model, extra = copy.deepcopy(MODEL), nn.Parameter(torch.ones(3))
+        zs.shard(model, stage=stage)
+        matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+        first, second = torch.optim.AdamW([*matrices, extra]), torch.optim.SGD(rest, lr=0.1)
+        with zs.accumulate(model):
+            backward(model, [DATA[0][0][rank]])
+        extra.grad = kept = torch.ones(3)
+        first.zero_grad(set_to_none=False)
+        assert extra.grad is kept and not kept.any()
+        first.zero_grad()
+        assert extra.grad is None
+        second.step()
+        first.step()
+        assert first.last_step.grad_norm == 0 and second.last_step.grad_norm > 0
+        extra.grad = kept = torch.ones(3)
+        first.zero_grad(set_to_none=False)
+        assert extra.grad is kept and not kept.any()
+
+    run_threads(WORLD, rank_run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_alternating_goes_on_after_a_failed_backward(stage):
+    """Each optimizer drops its own; until then the other's step, and a clip of all, say what is lost."""
+
+    def rank_run(rank, fails):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        first, second = optimizers = interleaved(model)
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        backward(model, [DATA[0][0][rank]])
+        first.step()
+        first.zero_grad()
+        if fails:
+            handle = model.layers[1].register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                backward(model, [DATA[1][0][rank]])
+            handle.remove()
+        first.zero_grad()
+        backward(model, [DATA[1][0][rank]])
+        if fails:
+            for use in (second.step, lambda: zs.clip_grad_norm_(model, 0.1)):
+                with pytest.raises(zs.ZeroshardError, match=r"call zero_grad\(\) of each optimizer that uses them"):
+                    use()
+        first.step()
+        second.zero_grad()
+        backward(model, [DATA[2][0][rank]])
+        second.step()
+        return zs.full_state_dict(model)
+
+    expected, got = (run_threads(WORLD, functools.partial(rank_run, fails=fails)) for fails in (False, True))
+    for values, wanted in zip(got, expected, strict=True):
+        assert not differences(values, wanted)
+
+
+def fail(grad):
+    raise RuntimeError("out of memory")

@@ -65,10 +65,19 @@ class OfShardedModel(torch.optim.Optimizer):
         then uses the zeros."""
         for runtime in self._runtimes():
             runtime.zero_grad(set_to_none, runtime.of_others(self))
-        if not isinstance(self, ShardedOptimizer):  # it may hold other parameters, too
-            return super().zero_grad(set_to_none)
-        for param in (param for params in self.core.outside for param in params if param.grad is not None):
-            param.grad = None if set_to_none else torch.zeros_like(param.grad)
+        for param in (param for params in self._outside() for param in params if param.grad is not None):
+            if set_to_none:
+                param.grad = None
+            else:  # in place, as torch does
+                param.grad.detach_() if param.grad.grad_fn is not None else param.grad.requires_grad_(False)
+                param.grad.zero_()
+
+    def _outside(self) -> list[list[Tensor]]:
+        """Return, for each group, the parameters that are no sharded model's."""
+        if isinstance(self, ShardedOptimizer):
+            return self.core.outside
+        own = {id(home.group.params[home.index]) for home in homes_of(self.param_groups)}
+        return [[param for param in group["params"] if id(param) not in own] for group in self.param_groups]
 
     def _runtimes(self) -> list[Runtime]:
         return [self.core.runtime] if isinstance(self, ShardedOptimizer) else runtimes_of(self.param_groups)

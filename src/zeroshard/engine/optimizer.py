@@ -248,7 +248,7 @@ class OptimizerCore:
         found = self._known()
         if found is None:
             for core in self.allied:
-                core.runtime.flush()
+                core.runtime.flush(core.group_of if stepping else None)
             norm, divisor = self.global_norm(without, self.remark if stepping else "")
         elif found.of_ally and found.max_norm == max_norm:  # the clip of another stage's core has scaled these gradients too
             self.runtime.account.clipped[self] = replace(found, of_ally=False)
@@ -314,7 +314,7 @@ class OptimizerCore:
                     f"optimizer.step() was called inside zs.gathered, with {unit.name} gathered: call it after that `with` block."
                 )
         self.check(self)
-        runtime.flush()
+        runtime.flush(self.group_of)
         runtime.attendance.tell("step", plain_options(self.outer))
         self.last_step = self._agree_and_step()
         self.comm.progress.step_over(runtime.attendance.steps)

@@ -620,7 +620,8 @@ class Runtime:
         reduce: instead, start the reduction of each complete unit and do not wait for it: a pipeline's last backward of a step.
         """
         previous = self.sync, self.reductions.waits
-        self.sync, self.reductions.waits, self.account.held = reduce, self.reductions.waits and not reduce, True
+        self.sync, self.reductions.waits = reduce, self.reductions.waits and not reduce
+        self.account.holds()
         try:
             yield
         finally:
@@ -630,7 +631,7 @@ class Runtime:
     def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add a pipeline's (compute parameter, local gradient) pairs, made without autograd's hooks, to the sums held back."""
         self._before_gradients()
-        self.account.held = True
+        self.account.holds()
         given = {id(param): grad for param, grad in gradients}
         for group in self.groups:
             for index, param in enumerate(group.compute):
@@ -663,7 +664,7 @@ class Runtime:
     def _abandon(self) -> None:
         """Drop the gradients and release the units of a backward that raised, so that the next step starts clean."""
         self.backward = None
-        self.account.failed()
+        self.account.failed(self.trained)
         self.reductions.clear()
         self._leave_all()
         for group in self.groups:
@@ -680,14 +681,23 @@ class Runtime:
             unit.reshard()
             unit.cancel_fetch()
 
-    def flush(self) -> None:
-        """Reduce local sums held back, before gradients are used (collective); raise if a failed backward has lost gradients."""
+    @property
+    def trained(self) -> set[int]:
+        """The ids of the parameters that may have gradients."""
+        return {id(param) for group in self.groups if group.grads is not None for param in group.params}
+
+    def flush(self, used: Collection[int] | None = None) -> None:
+        """Reduce local sums held back, before gradients are used (collective); raise if a failed backward has lost gradients.
+
+        used: ids of the parameters whose gradients are used; None: all.
+        """
         self.moved.check("gradients")
         self.recover()
-        if self.account.lost:
+        if self.account.lost if used is None else not self.account.lost.isdisjoint(used):
+            which = "optimizer.zero_grad()" if len(self.sharded_optimizers) < 2 else "zero_grad() of each optimizer that uses them"
             raise ZeroshardError(
-                "a backward failed after others since the last zero_grad, and the gradients of those went with it: call "
-                "optimizer.zero_grad() and run their batches again."
+                f"a backward failed after others since the last zero_grad, and the gradients of those went with it: call {which} and run their "
+                "batches again."
             )
         if self.account.held:  # the same on every rank, while only some ranks may hold gradients
             self.reduce_all()
@@ -729,8 +739,11 @@ class Runtime:
         for core, found in self.account.clipped.items():  # a clip still holds for the gradients that are kept
             if found.writes == before:
                 self.account.clipped[core] = replace(found, writes=now)
-        if not any(group.has_gradients for group in self.groups):
-            self.forget_backwards()
+        trained = self.trained
+        self.account.drops(trained.difference(keep))
+        # while sums are held back, ranks differ in which parameters have one
+        if self.account.dropped == trained or not (self.account.held or any(group.has_gradients for group in self.groups)):
+            self.forget_backwards(to_zeros=not set_to_none)
 
     def forget_backwards(self, to_zeros: bool = False) -> None:
         """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients themselves."""
