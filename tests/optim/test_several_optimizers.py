@@ -1024,3 +1024,25 @@ def test_alternating_goes_on_after_a_failed_backward(stage):
 
 def fail(grad):
     raise RuntimeError("out of memory")
+
+
+def test_a_skipped_step_and_another_are_one_step_of_the_model():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        optimizers, found = interleaved(model), []
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        for at in (0, 1, None):
+            backward(model, [DATA[0][0][rank]])
+            if at is not None:
+                param = optimizers[at].param_groups[0]["params"][0]
+                param.grad = torch.full(zs.value_of(param).full().shape, float("nan"))
+            for optimizer in optimizers:
+                optimizer.step()
+            assert [optimizer.last_step.skipped for optimizer in optimizers] == [at == 0, at == 1]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            found.append((runtime_of(model).attendance.steps, runtime_of(model).progress.steps))
+        return found
+
+    assert run_threads(WORLD, rank_run) == [[(5, 5), (6, 6), (7, 7)]] * WORLD

@@ -343,15 +343,14 @@ class OptimizerCore:
         elif others:  # clipped before the step, in which ranks have to agree on whose it is
             self.world.exchange(b"", f"optimizer step{self.remark}")
             meets = True
-        begins = account.begins_step(self)
-        runtime.attendance.steps += begins
+        runtime.attendance.steps += account.begins_step(self)
         clipped = account.clipped.pop(self)
         norm, coefficient = clipped.norm, clipped.coefficient
         if not self._usable(norm):
             return self._skip(norm, scale)
         self.publish(self._update(meets))
         self._skipped_in_a_row = 0
-        if begins:
+        if account.advances():
             runtime.progress.note_step(skipped=False)
         for follow in list(self.after_step.values()):
             follow()
@@ -364,7 +363,8 @@ class OptimizerCore:
             if core is not self:
                 writes = core.runtime.gradient_writes()
                 core.runtime.account.clipped[core] = Clipped(norm, 1.0, None, writes, of_ally=True, refused=True)
-        self.runtime.account.stepped.discard(self)
+        if len(self.runtime.account.stepped) > 1:  # to step again does not begin another step of the model
+            self.runtime.account.stepped.discard(self)
         self.last_step = self.tally.note(StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale))
         self._skipped_in_a_row += 1
         self.runtime.progress.note_step(skipped=True)
