@@ -132,7 +132,13 @@ def test_gathers_send_nothing_without_a_write():
 @pytest.mark.parametrize("unshards", [False, True])
 @pytest.mark.parametrize(
     "way",
-    [{"stage": 0}, {"stage": 1}, {"stage": 2, "precision": "bf16"}, {"stage": 3, "map_shared": False}, SMALL | {"map_shared": False}],
+    [
+        {"stage": 0},
+        {"stage": 1},
+        {"stage": 2, "precision": "bf16"},
+        {"stage": 3, "map_shared": False},
+        SMALL | {"map_shared": False},
+    ],
     ids=str,
 )
 def test_a_write_to_wholes_that_ranks_keep_makes_the_model_unusable_until_a_load(way, unshards, tmp_path):
@@ -149,7 +155,9 @@ def test_a_write_to_wholes_that_ranks_keep_makes_the_model_unusable_until_a_load
         zs.save(tmp_path, model, optimizer)
         expected = model(*inputs).item()
         stays = way["stage"] < 3 or "param_persistence_threshold" in way
-        told = "where each rank keeps the whole: it has other values now. Load a" if stays else "where each rank has a copy that is"
+        told = (
+            "where each rank keeps the whole: it has other values now. Load a" if stays else "where each rank has a copy that is"
+        )
         if unshards:
             units = engine_of(model).units(list(model.modules()))
             units.unshard()()

@@ -65,12 +65,12 @@ class OfShardedModel(torch.optim.Optimizer):
         then uses the zeros."""
         for runtime in self._runtimes():
             runtime.zero_grad(set_to_none, runtime.of_others(self))
-        for param in (param for params in self._outside() for param in params if param.grad is not None):
-            if set_to_none:
+        for param in (param for params in self._outside() for param in params):
+            if (grad := param.grad) is not None and not set_to_none:  # in place, as torch does
+                grad.detach_() if grad.grad_fn is not None else grad.requires_grad_(False)
+                grad.zero_()
+            elif grad is not None:
                 param.grad = None
-            else:  # in place, as torch does
-                param.grad.detach_() if param.grad.grad_fn is not None else param.grad.requires_grad_(False)
-                param.grad.zero_()
 
     def _outside(self) -> list[list[Tensor]]:
         """Return, for each group, the parameters that are no sharded model's."""

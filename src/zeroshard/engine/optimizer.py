@@ -327,7 +327,9 @@ class OptimizerCore:
             self.agree()
             self.agree = None
         if not self.stepped_groups and self.world is self.comm:
-            self.comm.exchange(b"", f"optimizer step{self.remark} without gradients")  # raises where other ranks do have gradients
+            self.comm.exchange(
+                b"", f"optimizer step{self.remark} without gradients"
+            )  # raises where other ranks do have gradients
             runtime.attendance.steps += account.begins_step(self)
             outside = any(self.outside)
             if outside:

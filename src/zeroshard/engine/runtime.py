@@ -694,7 +694,9 @@ class Runtime:
         self.moved.check("gradients")
         self.recover()
         if self.account.lost if used is None else not self.account.lost.isdisjoint(used):
-            which = "optimizer.zero_grad()" if len(self.sharded_optimizers) < 2 else "zero_grad() of each optimizer that uses them"
+            which = (
+                "optimizer.zero_grad()" if len(self.sharded_optimizers) < 2 else "zero_grad() of each optimizer that uses them"
+            )
             raise ZeroshardError(
                 f"a backward failed after others since the last zero_grad, and the gradients of those went with it: call {which} and run their "
                 "batches again."

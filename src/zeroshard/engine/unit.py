@@ -511,7 +511,9 @@ class Unit:
         what, effect = f"{', '.join(written[:3])}: written in place {where}", "where each rank has a copy that is dropped"
         if lasts := not all(each.released for each in values):
             shared = any(each.mapped for each in values)
-            effect = "in memory that ranks share (map_shared=True): all have" if shared else "where each rank keeps the whole: it has"
+            effect = (
+                "in memory that ranks share (map_shared=True): all have" if shared else "where each rank keeps the whole: it has"
+            )
             effect += " other values now. Load a checkpoint, or make the model anew"
         error = ShardedWriteError(f"{what}, {effect}. {remedy}.")
         if lasts:
