@@ -147,9 +147,9 @@ class Runtime:
     def optimizers(self) -> list[Any]:
         """The model's sharded optimizers, in the order of their first parameters. Those made since zs.shard are taken over now."""
         if self.awaiting and not (self.sharded_optimizers and set(self.awaiting) == set(self._left)):
-            if self._free() and len(self.awaiting) + len(self.sharded_optimizers) > 1:
+            if self.free() and len(self.awaiting) + len(self.sharded_optimizers) > 1:
                 collect_garbage()  # some may be garbage in circles, which ranks collect at different times
-            free = self._free()
+            free = self.free()
             held = Counter(key for each in free for key in members_of(each))
             refused: list[ConfigError] = []
             for optimizer in free:
@@ -169,11 +169,11 @@ class Runtime:
         """The model's sharded optimizers without those that wait, each of which may be a hook's own; if all wait: the only one."""
         if self.sharded_optimizers:
             return self.sharded_optimizers
-        if len(self._free()) > 1:
+        if len(self.free()) > 1:
             collect_garbage()
-        return self.optimizers if len(self._free()) == 1 else []
+        return self.optimizers if len(self.free()) == 1 else []
 
-    def _free(self) -> list[Any]:
+    def free(self) -> list[Any]:
         """Return the optimizers made since zs.shard that have no parameter of one that is taken over, in the order of `optimizers`."""
         taken = {key for each in self.sharded_optimizers for key in each.core.group_of}
         free = [each for each in self.awaiting if not each.wraps_another and taken.isdisjoint(members_of(each))]
