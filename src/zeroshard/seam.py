@@ -307,6 +307,8 @@ class Engine:
             return None
         optimizers, listed = self.optimizers, list(given) if isinstance(given, (list, tuple)) else [given]
         if not listed or set(map(id, listed)) != set(map(id, optimizers)):
+            for each in set(self._runtime.free()).intersection(listed) if optimizers else ():
+                each.take_over()  # raises the reason why it is none of the model's
             why = "" if optimizers else f" {self._runtime.expected_optimizer()}"
             if len(optimizers) > 1:
                 names = ", ".join(type(each).__name__ for each in optimizers)

@@ -451,8 +451,23 @@ def _by_dtensors(door, rank):
     return found + steps(model, optimizer, rank, 2, 4), states(model, optimizer)
 
 
+def _of_the_head_alone(door, rank):
+    """No optimizer has the blocks, so that their gradients add up, and enter the norm; one that is made later steps their sum."""
+    model, found = wrapped(door), []
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    for step in range(3):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), float(norm.full_tensor())))
+    torch.optim.SGD(model.blocks.parameters(), lr=0.1).step()
+    return found, {"model": get_model_state_dict(model, options=FULL)}
+
+
 PROGRAMS = (
-    _by_dtensors, _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
+    _of_the_head_alone, _by_dtensors, _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
     _two_optimizers, _two_optimizers_scaled, _beside_the_model,
 )  # fmt: skip
 

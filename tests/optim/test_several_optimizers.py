@@ -4,13 +4,15 @@ The same loop runs sharded and in one plain process, and weights and states are 
 another order.
 """
 
+import contextlib
 import copy
 import functools
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import differences, seeded
+from helpers import Branches, differences, seeded
 from optimizers import DATA, MODEL, STAGES, WORLD
 from torch import nn
 
@@ -704,11 +706,344 @@ def test_options_that_serve_one_optimizer(options, told):
         zs.shard(model, stage=2, **options)
         first, second = interleaved(model)
         backward(model, [DATA[0][0][rank]])
+        first.step()
         with pytest.raises(
             zs.ConfigError, match=f"{told} serves one optimizer, and beside this (SGD|AdamW) the model has (SGD|AdamW)"
         ):
-            first.step()
-        del second
+            second.step()
         first.step()
 
     run_threads(WORLD, rank_run)
+
+
+# -- in hooks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["given", "late and used", "both wait"])
+def test_an_optimizer_that_a_hook_steps_is_refused(case):
+    """However many others the model has, and whichever of them were used."""
+
+    def rank_run(rank, stage):
+        model = copy.deepcopy(MODEL)
+        first, *rest = model.parameters()
+        given = torch.optim.SGD(rest, lr=0.1)
+        zs.shard(model, given if case == "given" else None, stage=stage)
+        others = given if case == "given" else torch.optim.SGD(rest, lr=0.1)
+        if case == "late and used":
+            steps(model, [others], lambda number: [DATA[number][0][rank]])
+        own = torch.optim.SGD([first], lr=0.1)
+        with pytest.raises(zs.ConfigError, match=r"gain: this hook steps an optimizer of its own \(SGD\)"):
+            first.register_post_accumulate_grad_hook(lambda param: (own.step(), own.zero_grad()))
+        steps(model, [others, own], lambda number: [DATA[number][0][rank]])
+
+    for stage in (0, 1, 3):
+        run_threads(WORLD, functools.partial(rank_run, stage=stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_in_a_backward_is_refused(stage):
+    """Of an optimizer that was the model's own before the hook was registered, too."""
+
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        optimizers = interleaved(model)
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        handle = model.layers[0].bias.register_post_accumulate_grad_hook(lambda param: optimizers[1].step() and None)
+        with pytest.raises(zs.ZeroshardError, match=r"SGD.step\(\) inside a backward of its model"):
+            backward(model, [DATA[0][0][rank]])
+        handle.remove()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+
+    run_threads(WORLD, rank_run)
+
+
+# -- ranks that differ ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("order", [True, False])
+def test_ranks_that_step_different_optimizers_are_told_by_name(order, clips):
+    """One of them alone, or all in another order; at every stage, on every rank."""
+
+    def rank_run(rank, make, stage, told):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        optimizers = make(model)
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        backward(model, [DATA[0][0][rank]])
+        if clips:
+            zs.clip_grad_norm_(model, 0.1)
+        with pytest.raises(zs.CollectiveMismatch, match=told):
+            for optimizer in (optimizers[::-1] if rank else optimizers) if order else optimizers[rank : rank + 1]:
+                optimizer.step()
+
+    names = ["SGD", "AdamW"], ["AdamW", "AdamW"]
+    for (sgd, adamw), make in zip(names, (interleaved, two_of_one_class), strict=True):
+        told = rf"optimizer step of {adamw} \(layers.0.weight, ...\).*; rank 1: optimizer step of {sgd} \(gain, ...\)"
+        for stage in STAGES:
+            run_threads(WORLD, functools.partial(rank_run, make=make, stage=stage, told=told))
+
+
+def test_a_step_of_a_model_with_one_optimizer_names_none():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        world, labels = runtime_of(model).topology.world, []
+        optimizer = one_of_two_groups(model)[0]
+        exchange = world.exchange
+        world.exchange = lambda payload, label: labels.append((label, len(payload))) or exchange(payload, label)
+        for clips in (False, True):
+            backward(model, [DATA[0][0][rank]])
+            if clips:
+                zs.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.step()
+        return [each for each in labels if each[0].startswith("optimizer step")]
+
+    norm = [(f"optimizer step: gradient norm [step {number}]", 40) for number in (1, 2)]
+    expected = [("optimizer step: compare optimizers", 32), *norm, ("optimizer step without gradients", 0)]
+    assert run_threads(WORLD, rank_run) == [expected] * WORLD
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_an_optimizer_keeps_does_not_depend_on_garbage(stage):
+    """One of other parameters, never used, that the program dropped, and that one rank alone has collected."""
+
+    def rank_run(rank, dropped):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        optimizer, stale = interleaved(model)
+        if dropped:
+            stale.itself = stale
+            if rank == 1:
+                runtime_of(model).awaiting.discard(stale)  # as the collector would do: threads share one
+        else:
+            runtime_of(model).awaiting.discard(stale)
+        del stale
+        with gc_disabled():
+            with zs.accumulate(model):
+                backward(model, [DATA[1][0][rank]])
+            optimizer.zero_grad()
+            backward(model, [DATA[0][0][rank]])
+            optimizer.zero_grad()
+            backward(model, [DATA[0][0][rank]])
+            return zs.clip_grad_norm_(model, 1e9).item()
+
+    found = [run_threads(WORLD, functools.partial(rank_run, dropped=dropped)) for dropped in (True, False)]
+    assert found[0] == found[1]
+
+
+@contextlib.contextmanager
+def gc_disabled():
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# -- orders --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_loads_after_a_group_has_changed_the_order(tmp_path):
+    """A new process makes the optimizer with both of its groups, of which the added one has the model's first parameter."""
+
+    def rank_run(rank, classes):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=1)
+        first, *params = model.parameters()
+        one, other = classes[0](params[:2], lr=0.1), classes[1](params[2:], lr=0.01)
+        steps(model, [one, other], lambda number: [DATA[number][0][rank]])
+        other.add_param_group({"params": [first], "lr": 0.5})
+        assert runtime_of(model).optimizers == [other, one]
+        steps(model, [one, other], lambda number: [DATA[number][0][rank]])
+        folder = tmp_path / classes[0].__name__
+        zs.save(folder, model, [one, other])
+        again = copy.deepcopy(MODEL)
+        zs.shard(again, stage=2)
+        first, *params = again.parameters()
+        mine = [classes[0](params[:2], lr=0.1), classes[1]([{"params": params[2:]}, {"params": [first], "lr": 0.5}], lr=0.01)]
+        zs.load(folder, again, mine)
+        for trained, optimizers in ((model, [one, other]), (again, mine)):
+            steps(trained, optimizers, lambda number: [DATA[number][0][rank]])
+        assert not differences(zs.full_state_dict(again), zs.full_state_dict(model))
+
+    for classes in ((torch.optim.RMSprop, torch.optim.AdamW), (torch.optim.AdamW, torch.optim.AdamW)):
+        run_threads(WORLD, functools.partial(rank_run, classes=classes))
+
+
+def test_an_average_serves_one_optimizer():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+        first = torch.optim.AdamW(matrices)
+        average = zs.ema(model, 0.0)
+        second = torch.optim.SGD(rest, lr=0.1)
+        backward(model, [DATA[0][0][rank]])
+        for _ in range(2):
+            first.step()
+            with pytest.raises(zs.ConfigError, match="zs.ema serves one optimizer, and beside this SGD the model has AdamW"):
+                second.step()
+        assert not differences(average.full_state_dict(), zs.full_state_dict(model))
+
+    run_threads(WORLD, rank_run)
+
+
+def test_one_that_does_not_suit_raises_at_its_own_step():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+        refused, optimizer = torch.optim.LBFGS(rest), torch.optim.AdamW(matrices)
+        for _ in range(2):
+            backward(model, [DATA[0][0][rank]])
+            optimizer.step()
+            for use in (refused.step, lambda: zs.save("nowhere", model, [optimizer, refused])):
+                with pytest.raises(zs.ConfigError, match="LBFGS takes products of whole gradients"):
+                    use()
+        optimizer.zero_grad()
+        assert all((param.grad is None) == (param.dim() == 2) for param in model.parameters())
+
+    run_threads(WORLD, rank_run)
+
+
+# -- sums held back, failed backwards, gradients beside the model --------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_while_some_ranks_hold_sums_back(stage):
+    """A branch that one rank alone uses inside zs.accumulate, and that the other optimizer steps."""
+    inputs = seeded(lambda: torch.randn(3, 6))
+    built = seeded(Branches)
+
+    def rank_run(rank, drops):
+        model = copy.deepcopy(built)
+        zs.shard(model, stage=stage)
+        first = torch.optim.SGD([*model.stem.parameters(), *model.head.parameters(), *model.branches[0].parameters()], lr=0.1)
+        second = torch.optim.SGD([*model.branches[1].parameters(), *model.branches[2].parameters()], lr=0.1)
+        model(inputs, (0, 1)).backward()
+        for optimizer in (first, second):
+            optimizer.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        with zs.accumulate(model):
+            model(inputs, (0, 1) if rank == 0 else (0,)).backward()
+        if drops:
+            first.zero_grad()
+        second.step()
+        first.step()
+        assert first.last_step.skipped == drops and not second.last_step.skipped
+        return {name: value for name, value in zs.full_state_dict(model).items() if name.startswith(("branches.1", "branches.2"))}
+
+    expected, got = (run_threads(WORLD, functools.partial(rank_run, drops=drops)) for drops in (False, True))
+    for values, wanted in zip(got, expected, strict=True):
+        assert not differences(values, wanted)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_when_all_have_dropped_theirs_weights_are_forgotten(to_none):
+    def rank_run(rank, stage):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        optimizers = interleaved(model)
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        with zs.accumulate(model):
+            zs.backward(model, model(*DATA[1][0][rank]), weight=3.0)
+            for optimizer in optimizers:
+                optimizer.zero_grad(to_none)
+        model(*DATA[0][0][rank]).backward()  # a weight and none would be refused
+        for optimizer in optimizers:
+            optimizer.step()
+        return zs.full_state_dict(model)
+
+    for stage in (0, 1, 3):
+        run_threads(WORLD, functools.partial(rank_run, stage=stage))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_grad_before_the_first_use_while_sums_are_held_back(stage):
+    def rank_run(rank):
+        model, extra = copy.deepcopy(MODEL), nn.Parameter(torch.ones(3))
+        zs.shard(model, stage=stage)
+        matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+        first, second = torch.optim.AdamW([*matrices, extra]), torch.optim.SGD(rest, lr=0.1)
+        with zs.accumulate(model):
+            backward(model, [DATA[0][0][rank]])
+        extra.grad = kept = torch.ones(3)
+        first.zero_grad(set_to_none=False)
+        assert extra.grad is kept and not kept.any()
+        first.zero_grad()
+        assert extra.grad is None
+        second.step()
+        first.step()
+        assert first.last_step.grad_norm == 0 and second.last_step.grad_norm > 0
+        extra.grad = kept = torch.ones(3)
+        first.zero_grad(set_to_none=False)
+        assert extra.grad is kept and not kept.any()
+
+    run_threads(WORLD, rank_run)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_alternating_goes_on_after_a_failed_backward(stage):
+    """Each optimizer drops its own; until then the other's step, and a clip of all, say what is lost."""
+
+    def rank_run(rank, fails):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        first, second = optimizers = interleaved(model)
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        backward(model, [DATA[0][0][rank]])
+        first.step()
+        first.zero_grad()
+        if fails:
+            handle = model.layers[1].register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                backward(model, [DATA[1][0][rank]])
+            handle.remove()
+        first.zero_grad()
+        backward(model, [DATA[1][0][rank]])
+        if fails:
+            for use in (second.step, lambda: zs.clip_grad_norm_(model, 0.1)):
+                with pytest.raises(zs.ZeroshardError, match=r"call zero_grad\(\) of each optimizer that uses them"):
+                    use()
+        first.step()
+        second.zero_grad()
+        backward(model, [DATA[2][0][rank]])
+        second.step()
+        return zs.full_state_dict(model)
+
+    expected, got = (run_threads(WORLD, functools.partial(rank_run, fails=fails)) for fails in (False, True))
+    for values, wanted in zip(got, expected, strict=True):
+        assert not differences(values, wanted)
+
+
+def fail(grad):
+    raise RuntimeError("out of memory")
+
+
+def test_a_skipped_step_and_another_are_one_step_of_the_model():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        optimizers, found = interleaved(model), []
+        steps(model, optimizers, lambda number: [DATA[number][0][rank]])
+        for at in (0, 1, None):
+            backward(model, [DATA[0][0][rank]])
+            if at is not None:
+                param = optimizers[at].param_groups[0]["params"][0]
+                param.grad = torch.full(zs.value_of(param).full().shape, float("nan"))
+            for optimizer in optimizers:
+                optimizer.step()
+            assert [optimizer.last_step.skipped for optimizer in optimizers] == [at == 0, at == 1]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            found.append((runtime_of(model).attendance.steps, runtime_of(model).progress.steps))
+        return found
+
+    assert run_threads(WORLD, rank_run) == [[(5, 5), (6, 6), (7, 7)]] * WORLD

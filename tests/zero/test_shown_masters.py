@@ -127,3 +127,53 @@ def test_gathers_send_nothing_without_a_write():
 
     for counts, groups in _shown(run, private=True):
         assert counts == [groups, 2 * groups]
+
+
+@pytest.mark.parametrize("unshards", [False, True])
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"stage": 0},
+        {"stage": 1},
+        {"stage": 2, "precision": "bf16"},
+        {"stage": 3, "map_shared": False},
+        SMALL | {"map_shared": False},
+    ],
+    ids=str,
+)
+def test_a_write_to_wholes_that_ranks_keep_makes_the_model_unusable_until_a_load(way, unshards, tmp_path):
+    """At stages 0 to 2 forwards go on to use them; at stage 3 they are dropped, but those of small parameters."""
+
+    def write(module):
+        with torch.no_grad():
+            module.bias.add_(1.0)
+
+    def run(rank, comm):
+        model = copy.deepcopy(MODEL)
+        model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **way)
+        inputs = token_batches(1, 1, WORLD)[0][0][0]
+        zs.save(tmp_path, model, optimizer)
+        expected = model(*inputs).item()
+        stays = way["stage"] < 3 or "param_persistence_threshold" in way
+        told = (
+            "where each rank keeps the whole: it has other values now. Load a" if stays else "where each rank has a copy that is"
+        )
+        if unshards:
+            units = engine_of(model).units(list(model.modules()))
+            units.unshard()()
+            write(model.norm)
+            with pytest.raises(zs.ShardedWriteError, match=f"norm.bias: written in place after unshard.., {told}"):
+                units.reshard()
+        else:
+            handle = model.norm.register_forward_hook(lambda module, *_: write(module))
+            with pytest.raises(zs.ShardedWriteError, match=f"norm.bias: written in place inside a forward, {told}"):
+                model(*inputs)
+            handle.remove()
+        if stays:
+            for call in (lambda: model(*inputs), lambda: zs.full_state_dict(model), lambda: zs.save(tmp_path / "late", model)):
+                with pytest.raises(zs.ShardedWriteError, match=f"norm.bias: .*{told}"):
+                    call()
+            zs.load(tmp_path, model, optimizer)
+        assert model(*inputs).item() == expected
+
+    _shown(run)

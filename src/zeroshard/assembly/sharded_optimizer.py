@@ -61,14 +61,25 @@ class OfShardedModel(torch.optim.Optimizer):
     """Last base class of an optimizer of sharded parameters: a `zero_grad` of the user's class reaches this one by super()."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients but those of the model's other optimizers; with set_to_none=False, set existing ones to zero, and a step
-        then uses the zeros."""
+        """Drop all gradients but those of the model's other optimizers (under FSDP2's door: those of its own parameters).
+
+        With set_to_none=False, set existing ones to zero, and a step then uses the zeros.
+        """
         for runtime in self._runtimes():
             runtime.zero_grad(set_to_none, runtime.of_others(self))
-        if not isinstance(self, ShardedOptimizer):  # it may hold other parameters, too
-            return super().zero_grad(set_to_none)
-        for param in (param for params in self.core.outside for param in params if param.grad is not None):
-            param.grad = None if set_to_none else torch.zeros_like(param.grad)
+        for param in (param for params in self._outside() for param in params):
+            if (grad := param.grad) is not None and not set_to_none:  # in place, as torch does
+                grad.detach_() if grad.grad_fn is not None else grad.requires_grad_(False)
+                grad.zero_()
+            elif grad is not None:
+                param.grad = None
+
+    def _outside(self) -> list[list[Tensor]]:
+        """Return, for each group, the parameters that are no sharded model's."""
+        if isinstance(self, ShardedOptimizer):
+            return self.core.outside
+        own = {id(home.group.params[home.index]) for home in homes_of(self.param_groups)}
+        return [[param for param in group["params"] if id(param) not in own] for group in self.param_groups]
 
     def _runtimes(self) -> list[Runtime]:
         return [self.core.runtime] if isinstance(self, ShardedOptimizer) else runtimes_of(self.param_groups)
@@ -209,7 +220,7 @@ def suit(
             )
     options = (
         ("precision='fp16'", runtime.progress.scaler is not None), ("delayed_update", config.delayed_update is not None),
-        ("zs.join", runtime.attendance.joined),
+        ("zs.join", runtime.attendance.joined), ("zs.ema", any(each.core.after_step for each in others)),
     )  # fmt: skip
     if found := [what for what, asked in options if asked and others]:
         raise ConfigError(
@@ -240,7 +251,7 @@ def agree(core: OptimizerCore) -> None:
     room (collective; before the first step)."""
     runtime = core.runtime
     specs = [spec for group in runtime.groups for spec in group.specs]
-    check_alike(runtime.comm, described_optimizer(specs, core.outer))
+    check_alike(runtime.comm, described_optimizer(specs, core.outer), f"optimizer step{core.remark}", "optimizers")
 
     def find() -> dict[Place, int]:
         found: dict[Place, int] = defaultdict(int)

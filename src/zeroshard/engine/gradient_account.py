@@ -37,10 +37,11 @@ class GradientAccount:
     backwards: number of backwards that are over on all ranks. plain: number of this rank's backwards without a weight
     (zs.backward), the one that is ending included. weighing: weight of the backward that runs; None: it has none. weight: sum of
     this rank's weights. unweighted: some gradients came without a weight. held: some rank may hold sums back (zs.accumulate); the
-    same on every rank. lost: a failed backward has dropped earlier gradients. unscaled: reduced gradients were divided by the
+    same on every rank. lost: ids of parameters of which a failed backward has dropped earlier gradients. dropped: ids of those whose
+    gradients a zero_grad has dropped since gradients last came. unscaled: reduced gradients were divided by the
     loss scale. share: number by which they were divided to be a mean over the ranks that had a batch (zs.join). clipped: by
-    optimizer's core, the result of the last clip, until it steps or another backward begins. stepped: cores that have stepped
-    with these gradients.
+    optimizer's core, the result of the last clip, until it steps or another backward begins. stepped: cores that have been
+    called to step with these gradients: one step of the model. advanced: one of them was not skipped.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class GradientAccount:
 
     def zeroed(self, holding: bool) -> None:
         """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
-        self.backwards, self.plain, self.lost, self.unscaled = 0, 0, False, False
+        self.backwards, self.plain, self.lost, self.unscaled = 0, 0, set[int](), False
         self.weight, self.unweighted, self.share = 0.0, False, 1.0
         self.change()
         self.held = holding
@@ -57,12 +58,18 @@ class GradientAccount:
     def change(self) -> None:
         """Record that gradients are about to change: results of earlier clips no longer hold."""
         self.clipped: dict[object, Clipped] = {}
-        self.stepped: set[object] = set()
+        self.stepped, self.advanced = set[object](), False
+        self.dropped: set[int] = set()
 
     def begins_step(self, core: object) -> bool:
         """Record that an optimizer steps; return False if another has stepped with these gradients: both are one step of the model."""
         first = not self.stepped or core in self.stepped
-        self.stepped = {core} if first else self.stepped | {core}
+        self.stepped, self.advanced = ({core}, False) if first else (self.stepped | {core}, self.advanced)
+        return first
+
+    def advances(self) -> bool:
+        """Record that a step was taken; return False if it is one with that of another optimizer."""
+        first, self.advanced = not self.advanced, True
         return first
 
     @contextlib.contextmanager
@@ -83,9 +90,18 @@ class GradientAccount:
         """Record that a backward is over on this rank; ranks exchange the account afterwards."""
         self.plain += self.weighing is None
 
-    def failed(self) -> None:
-        """Record that a backward has failed, and that gradients of earlier ones are gone with it."""
-        self.lost = self.lost or self.backwards > 0
+    def holds(self) -> None:
+        """Record that some rank may hold sums back from now on (called on every rank)."""
+        self.held, self.dropped = True, set()
+
+    def drops(self, keys: set[int]) -> None:
+        """Record a zero_grad of some parameters."""
+        self.dropped |= keys
+        self.lost -= keys
+
+    def failed(self, keys: set[int]) -> None:
+        """Record that a backward has failed, and that gradients of earlier ones are gone with it. keys: ids of what is trained."""
+        self.lost = keys if self.backwards > 0 else self.lost
         self.weight, self.unweighted, self.plain, self.share = 0.0, False, 0, 1.0
 
     def undone(self, unscaled: bool) -> None:

@@ -25,6 +25,7 @@ from torch.optim import lr_scheduler
 
 from ..config import Placement, Tier
 from ..errors import NonFiniteError, ZeroshardError
+from ..utils.autograd import in_backward
 from .comm.messages import exchange_values
 from .gradient_account import Clipped
 from .inner_optimizer import Options, fresh, inner_copy, step_together
@@ -33,6 +34,7 @@ from .runs import Run, RunMaker, state_tensors
 from .runtime import Runtime
 from .steppers import Job, Steppers
 from .unit import ParamGroup
+from .user_hooks import ONE_OPTIMIZER
 from .verbs import begin
 
 
@@ -147,11 +149,20 @@ class OptimizerCore:
         self.inner.param_groups.append({**self.outer.param_groups[-1], "params": []})
         self.maker.alone = alone
         self._take_groups()
+        self.runtime.sort_optimizers()
 
     @property
     def place(self) -> int:
         """The number of the first parameter that it steps: an order of a model's optimizers that is the same on every rank."""
         return min((group.specs[index].number for group, own in self.indices.items() for index in own), default=-1)
+
+    @property
+    def remark(self) -> str:
+        """Name this optimizer, of several of a model, for labels of what ranks do in its step: they are the same on every rank."""
+        if len(self.cores) == 1:
+            return ""
+        names = {group.specs[index].number: group.specs[index].name for group, own in self.indices.items() for index in own}
+        return f" of {type(self.outer).__name__} ({names[self.place]}, ...)" if names else f" of {type(self.outer).__name__}"
 
     def _number(self, run: Run) -> int:
         """Return the number of the optimizer's group that has a run's parameters."""
@@ -183,11 +194,11 @@ class OptimizerCore:
 
     # -- agree -----------------------------------------------------------------------------------------------
 
-    def global_norm(self, without: Collection[int] = ()) -> tuple[float, float]:
+    def global_norm(self, without: Collection[int] = (), of: str = "") -> tuple[float, float]:
         """Return the norm of the mean gradient over all ranks, and the divisor that turns gradients into that mean (collective).
 
         The norm is non-finite if any element is. The divisor is the loss scale times the mean weight (zs.backward). without: ids of
-        parameters that do not enter the norm.
+        parameters that do not enter the norm. of: the `remark` of the optimizer that steps.
         """
         account = self.runtime.account
         scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # the loss scale that reduced gradients still carry
@@ -200,7 +211,7 @@ class OptimizerCore:
         form = struct.Struct(f"<{'d?' if weights else ''}{len(watches)}Q")
         again = "" if self._found() is None else " anew (it was not finite, or gradients were written since)"
         (total, weight, weighted, plain), told = self.world.compare(
-            form.pack(*weights, *fingerprints), f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}",
+            form.pack(*weights, *fingerprints), f"optimizer step{of}: gradient norm{again}{self.runtime.attendance.remark()}",
             (total, account.weight, bool(account.weight), account.unweighted),
         )  # fmt: skip
         rows = [(*weights, *fingerprints)] * self.world.world_size if told is None else [form.unpack(part) for part in told]
@@ -237,8 +248,8 @@ class OptimizerCore:
         found = self._known()
         if found is None:
             for core in self.allied:
-                core.runtime.flush()
-            norm, divisor = self.global_norm(without)
+                core.runtime.flush(core.group_of if stepping else None)
+            norm, divisor = self.global_norm(without, self.remark if stepping else "")
         elif found.of_ally and found.max_norm == max_norm:  # the clip of another stage's core has scaled these gradients too
             self.runtime.account.clipped[self] = replace(found, of_ally=False)
             return found.norm
@@ -291,6 +302,11 @@ class OptimizerCore:
         """Take one step (collective). If no rank has a gradient, step nothing and return a record with skipped=True."""
         runtime = self.runtime
         begin(runtime, "optimizer.step")
+        if runtime.in_backward and in_backward():
+            raise ZeroshardError(
+                f"{type(self.outer).__name__}.step() inside a backward of its model (in a hook), where gradients are not yet averaged over the "
+                f"ranks. {ONE_OPTIMIZER}"
+            )
         for unit in runtime.units:
             unit.check_unchanged()
             if unit.pinned:
@@ -298,7 +314,7 @@ class OptimizerCore:
                     f"optimizer.step() was called inside zs.gathered, with {unit.name} gathered: call it after that `with` block."
                 )
         self.check(self)
-        runtime.flush()
+        runtime.flush(self.group_of)
         runtime.attendance.tell("step", plain_options(self.outer))
         self.last_step = self._agree_and_step()
         self.comm.progress.step_over(runtime.attendance.steps)
@@ -306,12 +322,14 @@ class OptimizerCore:
 
     def _agree_and_step(self) -> StepRecord:
         runtime, account = self.runtime, self.runtime.account
+        others = {key for each in runtime.optimizers if each.core is not self for key in each.core.group_of}
         if self.agree is not None:
             self.agree()
             self.agree = None
-        others = {key for each in runtime.optimizers if each.core is not self for key in each.core.group_of}
         if not self.stepped_groups and self.world is self.comm:
-            self.comm.exchange(b"", "optimizer step without gradients")  # raises where other ranks do have gradients
+            self.comm.exchange(
+                b"", f"optimizer step{self.remark} without gradients"
+            )  # raises where other ranks do have gradients
             runtime.attendance.steps += account.begins_step(self)
             outside = any(self.outside)
             if outside:
@@ -324,15 +342,17 @@ class OptimizerCore:
                 self._clip(found.max_norm, stepping=True)
             else:
                 self._clip(runtime.config.max_grad_norm, stepping=True, without=others)
-        begins = account.begins_step(self)
-        runtime.attendance.steps += begins
+        elif others:  # clipped before the step, in which ranks have to agree on whose it is
+            self.world.exchange(b"", f"optimizer step{self.remark}")
+            meets = True
+        runtime.attendance.steps += account.begins_step(self)
         clipped = account.clipped.pop(self)
         norm, coefficient = clipped.norm, clipped.coefficient
         if not self._usable(norm):
             return self._skip(norm, scale)
         self.publish(self._update(meets))
         self._skipped_in_a_row = 0
-        if begins:
+        if account.advances():
             runtime.progress.note_step(skipped=False)
         for follow in list(self.after_step.values()):
             follow()
@@ -345,7 +365,8 @@ class OptimizerCore:
             if core is not self:
                 writes = core.runtime.gradient_writes()
                 core.runtime.account.clipped[core] = Clipped(norm, 1.0, None, writes, of_ally=True, refused=True)
-        self.runtime.account.stepped.discard(self)
+        if len(self.runtime.account.stepped) > 1:  # to step again does not begin another step of the model
+            self.runtime.account.stepped.discard(self)
         self.last_step = self.tally.note(StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale))
         self._skipped_in_a_row += 1
         self.runtime.progress.note_step(skipped=True)

@@ -147,38 +147,64 @@ class Runtime:
     def optimizers(self) -> list[Any]:
         """The model's sharded optimizers, in the order of their first parameters. Those made since zs.shard are taken over now."""
         if self.awaiting and not (self.sharded_optimizers and set(self.awaiting) == set(self._left)):
-            if self._free() and len(self.awaiting) + len(self.sharded_optimizers) > 1:
+            if self.free() and len(self.awaiting) + len(self.sharded_optimizers) > 1:
                 collect_garbage()  # some may be garbage in circles, which ranks collect at different times
-            free = self._free()
+            free = self.free()
             held = Counter(key for each in free for key in members_of(each))
+            refused: list[ConfigError] = []
             for optimizer in free:
                 if all(held[key] == 1 for key in members_of(optimizer)):  # else: the first that steps is taken
-                    optimizer.take_over()
+                    try:
+                        optimizer.take_over()
+                    except ConfigError as error:  # beside others it raises at its own step
+                        refused.append(error)
+            if refused and not self.sharded_optimizers:
+                raise refused[0]
             self._left.clear()
             self._left.update(self.awaiting)
         return self.sharded_optimizers
 
     @property
     def known_optimizers(self) -> list[Any]:
-        """The model's sharded optimizers, without those of several that wait: each of these may be a hook's own."""
-        if len(self._free()) > 1:
+        """The model's sharded optimizers without those that wait, each of which may be a hook's own; if all wait: the only one."""
+        if self.sharded_optimizers:
+            return self.sharded_optimizers
+        if len(self.free()) > 1:
             collect_garbage()
-        return self.optimizers if len(self._free()) < 2 else self.sharded_optimizers
+        return self.optimizers if len(self.free()) == 1 else []
 
-    def _free(self) -> list[Any]:
-        """Return the optimizers made since zs.shard that have no parameter of one that is taken over."""
+    def free(self) -> list[Any]:
+        """Return the optimizers made since zs.shard that have no parameter of one that is taken over, in the order of `optimizers`."""
         taken = {key for each in self.sharded_optimizers for key in each.core.group_of}
-        return [each for each in self.awaiting if not each.wraps_another and taken.isdisjoint(members_of(each))]
+        free = [each for each in self.awaiting if not each.wraps_another and taken.isdisjoint(members_of(each))]
+        if len(free) > 1:
+            numbers = {id(p): spec.number for group in self.groups for p, spec in zip(group.params, group.specs, strict=True)}
+            free.sort(key=lambda each: min(numbers.get(key, len(numbers)) for key in members_of(each)))
+        return free
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Add a sharded optimizer of some of the parameters."""
         self.sharded_optimizers.append(optimizer)
+        self.sort_optimizers()
+
+    def sort_optimizers(self) -> None:
+        """Bring the optimizers in order again: one has got a parameter."""
         self.sharded_optimizers.sort(key=lambda each: each.core.place)
 
     def of_others(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """Return the ids of the parameters that other optimizers of the model hold."""
-        others = [each for each in (*self.sharded_optimizers, *self.awaiting) if each is not optimizer]
-        return members_of(*others) - members_of(optimizer) if others else set()
+        """Return the ids of the parameters whose gradients an optimizer leaves alone: those that other optimizers of the model hold,
+        those that wait included. Under FSDP2's door, as there: all that are not its own."""
+        if self.shows_masters:
+            trained = {id(param) for group in self.groups if group.grads is not None for param in group.params}
+            return trained - members_of(optimizer)
+
+        def held(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+            others = [each for each in optimizers if each is not optimizer]
+            return members_of(*others) - members_of(optimizer) if others else set()
+
+        if held(self.awaiting):
+            collect_garbage()  # some may be garbage in circles, which ranks collect at different times
+        return held((*self.sharded_optimizers, *self.awaiting))
 
     @property
     def optimizer(self) -> Any:
@@ -598,7 +624,8 @@ class Runtime:
         reduce: instead, start the reduction of each complete unit and do not wait for it: a pipeline's last backward of a step.
         """
         previous = self.sync, self.reductions.waits
-        self.sync, self.reductions.waits, self.account.held = reduce, self.reductions.waits and not reduce, True
+        self.sync, self.reductions.waits = reduce, self.reductions.waits and not reduce
+        self.account.holds()
         try:
             yield
         finally:
@@ -608,7 +635,7 @@ class Runtime:
     def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Add a pipeline's (compute parameter, local gradient) pairs, made without autograd's hooks, to the sums held back."""
         self._before_gradients()
-        self.account.held = True
+        self.account.holds()
         given = {id(param): grad for param, grad in gradients}
         for group in self.groups:
             for index, param in enumerate(group.compute):
@@ -641,7 +668,7 @@ class Runtime:
     def _abandon(self) -> None:
         """Drop the gradients and release the units of a backward that raised, so that the next step starts clean."""
         self.backward = None
-        self.account.failed()
+        self.account.failed(self.trained)
         self.reductions.clear()
         self._leave_all()
         for group in self.groups:
@@ -658,14 +685,25 @@ class Runtime:
             unit.reshard()
             unit.cancel_fetch()
 
-    def flush(self) -> None:
-        """Reduce local sums held back, before gradients are used (collective); raise if a failed backward has lost gradients."""
+    @property
+    def trained(self) -> set[int]:
+        """The ids of the parameters that may have gradients."""
+        return {id(param) for group in self.groups if group.grads is not None for param in group.params}
+
+    def flush(self, used: Collection[int] | None = None) -> None:
+        """Reduce local sums held back, before gradients are used (collective); raise if a failed backward has lost gradients.
+
+        used: ids of the parameters whose gradients are used; None: all.
+        """
         self.moved.check("gradients")
         self.recover()
-        if self.account.lost:
+        if self.account.lost if used is None else not self.account.lost.isdisjoint(used):
+            which = (
+                "optimizer.zero_grad()" if len(self.sharded_optimizers) < 2 else "zero_grad() of each optimizer that uses them"
+            )
             raise ZeroshardError(
-                "a backward failed after others since the last zero_grad, and the gradients of those went with it: call "
-                "optimizer.zero_grad() and run their batches again."
+                f"a backward failed after others since the last zero_grad, and the gradients of those went with it: call {which} and run their "
+                "batches again."
             )
         if self.account.held:  # the same on every rank, while only some ranks may hold gradients
             self.reduce_all()
@@ -707,8 +745,11 @@ class Runtime:
         for core, found in self.account.clipped.items():  # a clip still holds for the gradients that are kept
             if found.writes == before:
                 self.account.clipped[core] = replace(found, writes=now)
-        if not any(group.has_gradients for group in self.groups):
-            self.forget_backwards()
+        trained = self.trained
+        self.account.drops(trained.difference(keep))
+        # while sums are held back, ranks differ in which parameters have one
+        if self.account.dropped == trained or not (self.account.held or any(group.has_gradients for group in self.groups)):
+            self.forget_backwards(to_zeros=not set_to_none)
 
     def forget_backwards(self, to_zeros: bool = False) -> None:
         """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients themselves."""

@@ -500,15 +500,22 @@ class Unit:
             self.entries.swap_out()
 
     def check_unwritten(self, where: str, remedy: str) -> None:
-        """Raise ShardedWriteError if a whole parameter was written in place; where ranks share its memory, at each use from now on."""
+        """Raise ShardedWriteError if a whole parameter was written in place; at each use from now on where the write stays."""
         written = self.entries.written()
         if not written:
             return
         if not self.in_backward:  # else the end of the unit's backward releases it
             self.entries.swap_out()
             self.reshard()
+        values = [group.values for group in self.gathered if any(spec.name in written for spec in group.specs)]
         what, effect = f"{', '.join(written[:3])}: written in place {where}", "where each rank has a copy that is dropped"
-        if not self.releases:
-            effect = "in memory that ranks share (map_shared=True): all have other values now. Load a checkpoint, or make the model anew"
-            self.runtime.gate.unusable = ShardedWriteError(f"{what}, {effect}. {remedy}.")
-        raise ShardedWriteError(f"{what}, {effect}. {remedy}.")
+        if lasts := not all(each.released for each in values):
+            shared = any(each.mapped for each in values)
+            effect = (
+                "in memory that ranks share (map_shared=True): all have" if shared else "where each rank keeps the whole: it has"
+            )
+            effect += " other values now. Load a checkpoint, or make the model anew"
+        error = ShardedWriteError(f"{what}, {effect}. {remedy}.")
+        if lasts:
+            self.runtime.gate.unusable = error
+        raise ShardedWriteError(*error.args)  # another object: each raise adds frames to it

@@ -1,6 +1,6 @@
 """VERBS: what each public function needs of a model before it begins. `begin` checks it, in one order for all of them.
 
-    usable        no load has failed half-way, and no forward has written memory that ranks share: the values are of one state
+    usable        no load has failed half-way, and no forward has written values that stay: they are of one state
     every_rank    every rank has to make the call: inside zs.join it is refused once the data of some rank has ended, since that
                   rank is past the loop. `begin` also notes the call, so that reports of a stall tell which rank did not make it
     disk          no rank has had an I/O error
@@ -73,7 +73,7 @@ def begin(runtime: Runtime, verb: str, *also: str, note: bool = True) -> None:
     Raises:
         ModelClosed: after zs.close.
         CheckpointError: a load has failed half-way.
-        ShardedWriteError: a forward has written parameters in memory that ranks share, or whole ones were written after unshard().
+        ShardedWriteError: a forward has written parameters where the values stay, or whole ones were written after unshard().
         ZeroshardError: inside a forward, a backward or zs.gathered, or inside zs.join where the data of some rank has ended.
         OffloadIOError: a rank has had an I/O error.
         StatesAway: zs.offload_states has moved states that the verb needs.

@@ -25,7 +25,7 @@ class WriteGate:
 
     delayed: the delayed update; steppers: those of steps on the host. The optimizers' cores add theirs, if used.
     saver: the background saver of checkpoints, from the first save on. unusable: why the values are not of one state (a load that
-    failed half-way, a write to memory that ranks share), which each use of the model raises.
+    failed half-way, a write to whole parameters that stays), which each use of the model raises.
     """
 
     def __init__(self, runtime: Runtime) -> None:

@@ -40,10 +40,10 @@ def check_same_model(
         check_alike(comm, _described(model, specs, config, optimizer, mesh))
 
 
-def check_alike(comm: Comm, described: dict[str, list[str]], verb: str = "zs.shard") -> None:
-    """Raise ModelMismatch on every rank if ranks' descriptions differ (collective). described: texts, by kind."""
+def check_alike(comm: Comm, described: dict[str, list[str]], verb: str = "zs.shard", compared: str = "models") -> None:
+    """Raise ModelMismatch on every rank if ranks' descriptions differ (collective). described: texts, by kind, of what is compared."""
     digest = hashlib.sha256(repr(described).encode()).digest()  # 32 bytes; descriptions travel only where they differ
-    if len(set(comm.exchange(digest, f"{verb}: compare models"))) == 1:
+    if len(set(comm.exchange(digest, f"{verb}: compare {compared}"))) == 1:
         return
     everyone = exchange_values(comm, described, f"{verb}: find difference")
     for what in described:

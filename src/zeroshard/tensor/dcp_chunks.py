@@ -118,7 +118,7 @@ class HasChunks(Sliced):
         return write_items(fqn, tuple(self.shape), self.dtype, [box for box, _ in self.held_boxes()])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the boxes that this rank holds, of a tensor that DCP is about to load."""
+        """Return the boxes that this rank holds, of a tensor that DCP is about to load (collective for a parameter: it is to be written)."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         if self._of_parameter:

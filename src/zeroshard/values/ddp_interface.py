@@ -77,7 +77,8 @@ def give_interface(runtime: Runtime) -> None:
     def switched(_: nn.Module, sync: bool) -> None:
         """Set whether the backwards that follow reduce gradients, as by the attribute of DDP; every rank must set the same."""
         runtime.sync = bool(sync)
-        runtime.account.held = runtime.account.held or not sync
+        if not sync:
+            runtime.account.holds()
 
     def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set, as FSDP2's method does, whether the backwards that follow reduce gradients; every rank must set the same."""
