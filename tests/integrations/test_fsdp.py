@@ -427,9 +427,17 @@ def _beside_the_model(door, rank):
     return found, {"model": get_model_state_dict(model, options=FULL)}
 
 
+def _states_from_the_start(door, rank):
+    """Adagrad makes its states in its constructor: of the parameters' shape."""
+    model = wrapped(door)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    return steps(model, optimizer, rank), states(model, optimizer)
+
+
 PROGRAMS = (
     _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
     _two_optimizers, _two_optimizers_scaled, _beside_the_model,
+    _states_from_the_start,
 )  # fmt: skip
 
 
@@ -468,7 +476,7 @@ STAGES = {
     "offloaded": {"stage": 2, "offload_optimizer": "cpu"},
     "small ones whole": {"param_persistence_threshold": 40},
 }
-LOWERED = (_policies, _frozen, _scaled, _written, _assigned, _roots)
+LOWERED = (_policies, _frozen, _scaled, _written, _assigned, _roots, _states_from_the_start)
 
 
 def _at_stages(rank, ranks, folder):
