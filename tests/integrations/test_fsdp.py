@@ -434,10 +434,21 @@ def _states_from_the_start(door, rank):
     return steps(model, optimizer, rank), states(model, optimizer)
 
 
+def _optimizers_anew(door, rank):
+    """A phase of each optimizer, in the name of the one before, which is garbage in a circle with its scheduler."""
+    model, found = wrapped(door), []
+    for phase, make in enumerate((torch.optim.AdamW, torch.optim.SGD, torch.optim.AdamW)):
+        optimizer = make(model.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        found += steps(model, optimizer, rank, 2 * phase, 2 * phase + 2)
+        scheduler.step()
+    return found, states(model, optimizer)
+
+
 PROGRAMS = (
     _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
     _two_optimizers, _two_optimizers_scaled, _beside_the_model,
-    _states_from_the_start,
+    _states_from_the_start, _optimizers_anew,
 )  # fmt: skip
 
 
@@ -476,7 +487,7 @@ STAGES = {
     "offloaded": {"stage": 2, "offload_optimizer": "cpu"},
     "small ones whole": {"param_persistence_threshold": 40},
 }
-LOWERED = (_policies, _frozen, _scaled, _written, _assigned, _roots, _states_from_the_start)
+LOWERED = (_policies, _frozen, _scaled, _written, _assigned, _roots, _states_from_the_start, _optimizers_anew)
 
 
 def _at_stages(rank, ranks, folder):

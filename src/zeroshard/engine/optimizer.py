@@ -549,6 +549,8 @@ class OptimizerCore:
         if self.host is not None:
             self.host.close()
         self.whole.close()
+        for run in self.all_runs:
+            run.states.clear()
         self.runtime.tiers.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0
         self.inner.state.clear()
