@@ -445,10 +445,27 @@ def _optimizers_anew(door, rank):
     return found, states(model, optimizer)
 
 
+def _sums_unseen(door, rank):
+    """Clipped and stepped while sums are held back, too: there are no gradients yet, and the sums stay."""
+    model = wrapped(door)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.02), []
+    for step in range(6):
+        model.set_requires_gradient_sync(step % 3 == 2)
+        loss_of(model, rank, step).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        found.append((float(sum(p.grad is not None for p in model.parameters())), float(getattr(norm, "full_tensor", lambda: norm)())))
+        if step % 3 == 2:
+            optimizer.zero_grad()
+        else:
+            model.head.weight.grad = None
+    return found, states(model, optimizer)
+
+
 PROGRAMS = (
     _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
     _two_optimizers, _two_optimizers_scaled, _beside_the_model,
-    _states_from_the_start, _optimizers_anew,
+    _states_from_the_start, _optimizers_anew, _sums_unseen,
 )  # fmt: skip
 
 
@@ -487,7 +504,7 @@ STAGES = {
     "offloaded": {"stage": 2, "offload_optimizer": "cpu"},
     "small ones whole": {"param_persistence_threshold": 40},
 }
-LOWERED = (_policies, _frozen, _scaled, _written, _assigned, _roots, _states_from_the_start, _optimizers_anew)
+LOWERED = (_policies, _frozen, _scaled, _written, _assigned, _roots, _states_from_the_start, _optimizers_anew, _sums_unseen)
 
 
 def _at_stages(rank, ranks, folder):

@@ -165,7 +165,7 @@ class OptimizerCore:
     @property
     def reduced_groups(self) -> list[ParamGroup]:
         """The model's groups of which some rank has a gradient: the same on every rank."""
-        return [g for g in self.runtime.groups if g.grads is not None and g.grads.reduced and any(g.active)]
+        return [group for group in self.runtime.groups if group.has_reduced]
 
     @property
     def stepped_groups(self) -> list[ParamGroup]:
@@ -237,7 +237,8 @@ class OptimizerCore:
         found = self._known()
         if found is None:
             for core in self.allied:
-                core.runtime.flush()
+                if not core.runtime.hides_sums:
+                    core.runtime.flush()
             norm, divisor = self.global_norm(without)
         elif found.of_ally and found.max_norm == max_norm:  # the clip of another stage's core has scaled these gradients too
             self.runtime.account.clipped[self] = replace(found, of_ally=False)
@@ -298,7 +299,8 @@ class OptimizerCore:
                     f"optimizer.step() was called inside zs.gathered, with {unit.name} gathered: call it after that `with` block."
                 )
         self.check(self)
-        runtime.flush()
+        if not runtime.hides_sums:  # else the step is one without gradients
+            runtime.flush()
         runtime.attendance.tell("step", plain_options(self.outer))
         self.last_step = self._agree_and_step()
         self.comm.progress.step_over(runtime.attendance.steps)

@@ -684,6 +684,11 @@ class Runtime:
             unit.reshard()
             unit.cancel_fetch()
 
+    @property
+    def hides_sums(self) -> bool:
+        """True while the program sees no gradients, as with FSDP2 (zeroshard.fsdp): it holds sums back, and none was reduced before."""
+        return self.shows_masters and not self.sync and self.account.held and not any(group.has_reduced for group in self.groups)
+
     def flush(self) -> None:
         """Reduce local sums held back, before gradients are used (collective); raise if a failed backward has lost gradients."""
         self.moved.check("gradients")
