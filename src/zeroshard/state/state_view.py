@@ -217,7 +217,9 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
                 state.scalars[key] = value
             elif isinstance(value, ShardedTensor):  # a replicated core keeps the whole: FSDP2's door shows slices at stage 0, too
                 whole = core.replicated
-                state.tensors[key] = TensorReader(value.gathered()) if whole else TensorReader(value._local, group.homes[index].start)
+                state.tensors[key] = (
+                    TensorReader(value.gathered()) if whole else TensorReader(value._local, group.homes[index].start)
+                )
             else:
                 state.tensors[key] = TensorReader(value)
     for group, index in [(each, index) for each in groups for index in range(len(each.params))]:

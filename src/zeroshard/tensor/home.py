@@ -26,6 +26,9 @@ class Shown(NamedTuple):
     placements: tuple[object, ...]
     view: Callable[..., object]  # (operation, its result on gathered copies, name) -> what the program gets
     storage: Callable[..., object]  # tensor -> the result of its `untyped_storage()`
+    waits: Callable[
+        [Tensor], bool
+    ]  # whole tensor -> whether it is a parameter not sharded yet, which the program takes for a DTensor
 
 
 class Home:
