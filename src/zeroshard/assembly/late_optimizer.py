@@ -116,7 +116,7 @@ class LateOptimizer(_Optimizer):
                 each.awaiting.add(self)
             raise
         runtime.add_optimizer(self)
-        core.after_step = next((old.after_step for old in released if old.after_step), core.after_step)  # zs.ema goes on
+        core.after_step = next(filter(None, released), core.after_step)  # zs.ema goes on
         core.tally, core.agree = tally, functools.partial(agree, core)
         taken.tell(runtime.comm.rank)
 

@@ -59,11 +59,6 @@ class GradientAccount:
         self.clipped: dict[object, Clipped] = {}
         self.stepped: set[object] = set()
 
-    def forget(self, core: object) -> None:
-        """Drop what is noted of a core that was closed."""
-        self.clipped.pop(core, None)
-        self.stepped.discard(core)
-
     def begins_step(self, core: object) -> bool:
         """Record that an optimizer steps; return False if another has stepped with these gradients: both are one step of the model."""
         first = not self.stepped or core in self.stepped

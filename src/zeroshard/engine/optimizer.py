@@ -546,10 +546,16 @@ class OptimizerCore:
             self._state_nbytes = nbytes
 
     def close(self) -> None:
-        """Drop all states."""
-        self.runtime.gate.wait()
+        """Drop all states; the model is as if the optimizer had not been."""
+        gate, account = self.runtime.gate, self.runtime.account
+        gate.wait()
         if self.host is not None:
             self.host.close()
+            gate.steppers.remove(self.host)
+        if self.delayed is not None:
+            gate.delayed = None
+        account.clipped.pop(self, None)
+        account.stepped.discard(self)
         self.whole.close()
         for run in self.all_runs:
             run.states.clear()

@@ -15,7 +15,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -175,31 +175,26 @@ class Runtime:
         self.sharded_optimizers.append(optimizer)
         self.sharded_optimizers.sort(key=lambda each: each.core.place)
 
-    def release_dropped(self, wanted: Collection[int]) -> list[Any]:
-        """Close the optimizers of any of these parameters that the program has dropped; return their cores.
+    def release_dropped(self, wanted: set[int]) -> list[OrderedDict]:
+        """Close the optimizers of any of these parameters that the program has dropped; return what they call after steps.
 
         The model keeps its optimizers, since ranks collect garbage at different times. All ranks meet this call, which collects: the
         first use of another optimizer of these parameters.
         """
         cores = [each.core for each in self.sharded_optimizers if not wanted.isdisjoint(each.core.group_of)]
-        if not cores:
-            return []
-        self.sharded_optimizers = [each for each in self.sharded_optimizers if each.core not in cores]
+        self.sharded_optimizers[:] = [each for each in self.sharded_optimizers if each.core not in cores]
         dropped = [(core, weakref.ref(core.outer)) for core in cores]
         for core in cores:
             core.outer = None
-        collect_garbage()
-        released = []
+        if cores:
+            collect_garbage()
         for core, where in dropped:
-            if (optimizer := where()) is not None:  # the program holds it still
-                core.outer = optimizer
-                self.add_optimizer(optimizer)
-                continue
-            core.close()
-            self.account.forget(core)
-            self.gate.forget(core.host, core.delayed)
-            released.append(core)
-        return released
+            core.outer = where()
+            if core.outer is None:
+                core.close()
+            else:  # the program holds it still
+                self.add_optimizer(core.outer)
+        return [core.after_step for core in cores if core.outer is None]
 
     def of_others(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return the ids of the parameters that other optimizers of the model hold."""

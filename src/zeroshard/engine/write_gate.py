@@ -65,12 +65,6 @@ class WriteGate:
                 self._drop_ahead()
                 group.masters.follow()
 
-    def forget(self, host: Any, delayed: Any) -> None:
-        """Drop the steppers of a core that was closed."""
-        self.steppers = [stepper for stepper in self.steppers if stepper is not host]
-        if delayed is not None and self.delayed is delayed:
-            self.delayed = None
-
     def read_ahead(self) -> None:
         """Continue to read the next step's states ahead; the runtime calls this during forward and backward."""
         if self.steppers and not (self.delayed is not None and self.delayed.running):
