@@ -466,9 +466,69 @@ def _of_the_head_alone(door, rank):
     return found, {"model": get_model_state_dict(model, options=FULL)}
 
 
+def _states_from_the_start(door, rank):
+    """Adagrad makes its states in its constructor: of the parameters' shape."""
+    model = wrapped(door)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    return steps(model, optimizer, rank), states(model, optimizer)
+
+
+def _optimizers_anew(door, rank):
+    """A phase of each optimizer, in the name of the one before, which is garbage in a circle with its scheduler."""
+    model, found = wrapped(door), []
+    for phase, make in enumerate((torch.optim.AdamW, torch.optim.SGD, torch.optim.AdamW)):
+        optimizer = make(model.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        found += steps(model, optimizer, rank, 2 * phase, 2 * phase + 2)
+        scheduler.step()
+    return found, states(model, optimizer)
+
+
+def _sums_unseen(door, rank):
+    """Clipped and stepped while sums are held back, too: there are no gradients yet, and the sums stay."""
+    model = wrapped(door)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.02), []
+    for step in range(6):
+        model.set_requires_gradient_sync(step % 3 == 2)
+        loss_of(model, rank, step).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        found.append(
+            (float(sum(p.grad is not None for p in model.parameters())), float(getattr(norm, "full_tensor", lambda: norm)()))
+        )
+        if step % 3 == 2:
+            optimizer.zero_grad()
+        else:
+            model.head.weight.grad = None
+    return found, states(model, optimizer)
+
+
+def _averages(door, rank):
+    """Averages that have run no forward yet, in the forms in which programs write them."""
+    model, teachers = wrapped(door), [wrapped(door) for _ in range(4)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    found = []
+    for step in range(3):
+        found += steps(model, optimizer, rank, step, step + 1)
+        params = list(model.parameters())
+        one, two, three, four = (list(teacher.parameters()) for teacher in teachers)
+        with torch.no_grad():
+            for average, param in zip(one, params, strict=True):
+                average.mul_(0.7).add_(param, alpha=0.3)
+            for average, param in zip(two, params, strict=True):
+                average.data.lerp_(param.data, 0.3)
+            torch._foreach_mul_(three, 0.7)
+            torch._foreach_add_(three, params, alpha=0.3)
+            for average, param in zip(four, params, strict=True):
+                average.data.copy_(param)
+    found += [(loss_of(teacher, rank, 3).item(), 0.0) for teacher in teachers]
+    return found, {str(k): get_model_state_dict(teacher, options=FULL) for k, teacher in enumerate(teachers)}
+
+
 PROGRAMS = (
-    _of_the_head_alone, _by_dtensors, _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies, _accumulated, _meta, _assigned, _gathered, _written,
-    _two_optimizers, _two_optimizers_scaled, _beside_the_model,
+    _of_the_head_alone, _by_dtensors, _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies,
+    _accumulated, _meta, _assigned, _gathered, _written, _two_optimizers, _two_optimizers_scaled, _beside_the_model, _states_from_the_start,
+    _optimizers_anew, _sums_unseen, _averages,
 )  # fmt: skip
 
 
@@ -507,7 +567,18 @@ STAGES = {
     "offloaded": {"stage": 2, "offload_optimizer": "cpu"},
     "small ones whole": {"param_persistence_threshold": 40},
 }
-LOWERED = (_policies, _frozen, _scaled, _written, _assigned, _roots)
+LOWERED = (
+    _policies,
+    _frozen,
+    _scaled,
+    _written,
+    _assigned,
+    _roots,
+    _states_from_the_start,
+    _optimizers_anew,
+    _sums_unseen,
+    _averages,
+)
 
 
 def _at_stages(rank, ranks, folder):

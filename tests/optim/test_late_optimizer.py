@@ -406,7 +406,7 @@ def test_a_parameter_has_one_optimizer(stage):
         optimizers[0].step()
         with pytest.raises(
             zs.ConfigError,
-            match=r"layers.0.weight is a parameter of this AdamW and of another optimizer of the model, Muon.*zs\.close",
+            match=r"layers.0.weight is a parameter of this AdamW and of another optimizer of the model, Muon.*drop all references",
         ):
             optimizers[1].step()
         zs.close(model)
@@ -663,15 +663,16 @@ def test_what_replaces_an_optimizer_is_told_and_works():
         zs.shard(model, stage=2)
         params = list(model.parameters())
         one, two = torch.optim.AdamW(params[:2]), torch.optim.AdamW(params)
+        scheduler = torch.optim.lr_scheduler.StepLR(one, 1)
         stepped(model, one)
-        with pytest.raises(
-            zs.ConfigError, match=r"To replace that one: zs\.close\(model\), and zs\.shard\(model, optimizer, \.\.\.\)"
-        ):
+        average = zs.ema(model, 0.5)
+        with pytest.raises(zs.ConfigError, match=r"To replace that one, drop all references to it, its schedulers' too \(del\)"):
             two.step()
-        zs.close(model)
-        both = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
-        zs.shard(model, both, stage=2)
-        stepped(model, both)
+        assert one.state  # as it was
+        del one, scheduler
+        stepped(model, two)
+        assert runtime_of(model).optimizers == [two] and average.updates == 1
+        assert all(two.state[param]["step"] == 1 for param in params)
 
     run_threads(2, run)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..engine.inner_optimizer import members_of
 from ..engine.optimizer import OptimizerCore, Tally
 from ..errors import ConfigError, ModelClosed
 from ..optim.take_over import TakeOver
@@ -95,6 +96,7 @@ class LateOptimizer(_Optimizer):
             raise ModelClosed(f"the model of this {name} was closed with zs.close().")
         if len(runtime.topology.stages) > 1:
             raise ConfigError(f"optimizer: stages of a pipeline step together. Make this {name} before, and write {GIVE}.")
+        released = runtime.release_dropped(members_of(self))
         taken, before, gate = TakeOver(self), dict(self.__dict__), runtime.gate
         planned, steppers = [group.plan for group in runtime.groups], list(gate.steppers)
         tally = self.__dict__.get("tally") or Tally(runtime.config.hold_schedulers)  # a copy of an optimizer has none
@@ -114,6 +116,7 @@ class LateOptimizer(_Optimizer):
                 each.awaiting.add(self)
             raise
         runtime.add_optimizer(self)
+        core.after_step = next(filter(None, released), core.after_step)  # zs.ema goes on
         core.tally, core.agree = tally, functools.partial(agree, core)
         taken.tell(runtime.comm.rank)
 

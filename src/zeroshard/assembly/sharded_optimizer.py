@@ -216,7 +216,7 @@ def suit(
         if other := stepped.get(id(group.params[home.index])):
             raise ConfigError(
                 f"optimizer: {home.name} is a parameter of this {name} and of another optimizer of the model, {other}, and each parameter has "
-                f"one. To replace that one: zs.close(model), and {GIVE}."
+                f"one. To replace that one, drop all references to it, its schedulers' too (del), before this {name} is used first."
             )
     options = (
         ("precision='fp16'", runtime.progress.scaler is not None), ("delayed_update", config.delayed_update is not None),

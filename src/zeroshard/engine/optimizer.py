@@ -176,7 +176,7 @@ class OptimizerCore:
     @property
     def reduced_groups(self) -> list[ParamGroup]:
         """The model's groups of which some rank has a gradient: the same on every rank."""
-        return [g for g in self.runtime.groups if g.grads is not None and g.grads.reduced and any(g.active)]
+        return [group for group in self.runtime.groups if group.has_reduced]
 
     @property
     def stepped_groups(self) -> list[ParamGroup]:
@@ -248,7 +248,8 @@ class OptimizerCore:
         found = self._known()
         if found is None:
             for core in self.allied:
-                core.runtime.flush(core.group_of if stepping else None)
+                if not core.runtime.hides_sums:
+                    core.runtime.flush(core.group_of if stepping else None)
             norm, divisor = self.global_norm(without, self.remark if stepping else "")
         elif found.of_ally and found.max_norm == max_norm:  # the clip of another stage's core has scaled these gradients too
             self.runtime.account.clipped[self] = replace(found, of_ally=False)
@@ -314,7 +315,8 @@ class OptimizerCore:
                     f"optimizer.step() was called inside zs.gathered, with {unit.name} gathered: call it after that `with` block."
                 )
         self.check(self)
-        runtime.flush(self.group_of)
+        if not runtime.hides_sums:  # else the step is one without gradients
+            runtime.flush(self.group_of)
         runtime.attendance.tell("step", plain_options(self.outer))
         self.last_step = self._agree_and_step()
         self.comm.progress.step_over(runtime.attendance.steps)
@@ -565,11 +567,19 @@ class OptimizerCore:
             self._state_nbytes = nbytes
 
     def close(self) -> None:
-        """Drop all states."""
-        self.runtime.gate.wait()
+        """Drop all states; the model is as if the optimizer had not been."""
+        gate, account = self.runtime.gate, self.runtime.account
+        gate.wait()
         if self.host is not None:
             self.host.close()
+            gate.steppers.remove(self.host)
+        if self.delayed is not None:
+            gate.delayed = None
+        account.clipped.pop(self, None)
+        account.stepped.discard(self)
         self.whole.close()
+        for run in self.all_runs:
+            run.states.clear()
         self.runtime.tiers.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0
         self.inner.state.clear()

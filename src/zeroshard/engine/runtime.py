@@ -15,7 +15,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -191,12 +191,32 @@ class Runtime:
         """Bring the optimizers in order again: one has got a parameter."""
         self.sharded_optimizers.sort(key=lambda each: each.core.place)
 
+    def release_dropped(self, wanted: set[int]) -> list[OrderedDict]:
+        """Close the optimizers of any of these parameters that the program has dropped; return what they call after steps.
+
+        The model keeps its optimizers, since ranks collect garbage at different times. All ranks meet this call, which collects: the
+        first use of another optimizer of these parameters.
+        """
+        cores = [each.core for each in self.sharded_optimizers if not wanted.isdisjoint(each.core.group_of)]
+        self.sharded_optimizers[:] = [each for each in self.sharded_optimizers if each.core not in cores]
+        dropped = [(core, weakref.ref(core.outer)) for core in cores]
+        for core in cores:
+            core.outer = None
+        if cores:
+            collect_garbage()
+        for core, where in dropped:
+            core.outer = where()
+            if core.outer is None:
+                core.close()
+            else:  # the program holds it still
+                self.add_optimizer(core.outer)
+        return [core.after_step for core in cores if core.outer is None]
+
     def of_others(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return the ids of the parameters whose gradients an optimizer leaves alone: those that other optimizers of the model hold,
         those that wait included. Under FSDP2's door, as there: all that are not its own."""
         if self.shows_masters:
-            trained = {id(param) for group in self.groups if group.grads is not None for param in group.params}
-            return trained - members_of(optimizer)
+            return self.trained - members_of(optimizer)
 
         def held(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
             others = [each for each in optimizers if each is not optimizer]
@@ -684,6 +704,11 @@ class Runtime:
             unit.entries.swap_out()
             unit.reshard()
             unit.cancel_fetch()
+
+    @property
+    def hides_sums(self) -> bool:
+        """True while the program sees no gradients, as with FSDP2 (zeroshard.fsdp): it holds sums back, and none was reduced before."""
+        return self.shows_masters and not self.sync and self.account.held and not any(group.has_reduced for group in self.groups)
 
     @property
     def trained(self) -> set[int]:

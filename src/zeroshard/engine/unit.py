@@ -173,10 +173,13 @@ class ParamGroup:
         if self.grads is None:
             return None
         self.runtime.moved.check("gradients")
+        if self.grads.holds and self.runtime.hides_sums:
+            return None
         if self.grads.holds:
             raise ShardedAccessError(
-                f"{self.specs[index].name}.grad: backwards inside zs.accumulate have added to it what only this rank has. Run "
-                "the last backward outside zs.accumulate first, or take zs.full_gradients(model) (collective)."
+                f"{self.specs[index].name}.grad: backwards inside zs.accumulate, or after set_requires_gradient_sync(False), have added to "
+                "it what only this rank has. Run the last backward outside of it, after set_requires_gradient_sync(True), first; or take "
+                "zs.full_gradients(model) (collective)."
             )
         if not self.grads.reduced or not self.active[index]:  # no backward yet, or no rank had a gradient for it
             return None
@@ -195,10 +198,13 @@ class ParamGroup:
                 raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
             return
         home, slot, grads = self.homes[index], self.layout.slots[index], self.grads
+        if value is None and self.runtime.hides_sums:  # it has none
+            return
         if grads.holds:
             raise ModelChanged(
-                f"{self.specs[index].name}.grad was assigned while gradients of backwards inside zs.accumulate are held back: "
-                "they would be added to it. Run the last backward outside zs.accumulate, or optimizer.zero_grad() first."
+                f"{self.specs[index].name}.grad was assigned while gradients of backwards inside zs.accumulate, or after "
+                "set_requires_gradient_sync(False), are held back: they would be added to it. Run the last backward outside of it, after "
+                "set_requires_gradient_sync(True), or optimizer.zero_grad() first."
             )
         if value is not None:
             if tuple(value.shape) != slot.shape:
@@ -227,6 +233,11 @@ class ParamGroup:
         active = [index for index, active in enumerate(self.active) if active]
         left = [index for index in active if id(self.params[index]) not in without]
         return None if len(left) == len(active) else left
+
+    @property
+    def has_reduced(self) -> bool:
+        """True if some rank has a gradient of the group, and it was reduced."""
+        return self.grads is not None and self.grads.reduced and any(self.active)
 
     @property
     def has_gradients(self) -> bool:

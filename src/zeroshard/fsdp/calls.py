@@ -43,6 +43,9 @@ from .state_dicts import serve_loads
 STATE = "_zeroshard_fsdp"  # entry of a module's __dict__: the Call that named it
 NOW = "_zeroshard_now"  # entry of the __dict__ of a DTensor that was a parameter: the sharded one in its place
 _waiting: weakref.WeakSet[Call] = weakref.WeakSet()
+_at: weakref.WeakValueDictionary[int, Call] = (
+    weakref.WeakValueDictionary()
+)  # by address of a parameter that may wait: see `waits`
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # all of the process
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _lock = threading.RLock()  # ranks may be threads
@@ -153,6 +156,11 @@ class Call:
             for attribute, param in nn.Module.named_parameters(module, recurse=False):
                 if not stays_whole(param):
                     yield module, attribute, param
+
+    def addresses(self) -> set[int]:
+        """Return the addresses of the memory of the unit's parameters that wait for its first use."""
+        waiting = [param for _, _, param in self.unit_parameters() if isinstance(param, WaitingParameter) and not param.is_meta]
+        return {param.untyped_storage().data_ptr() for param in waiting}
 
     def keep_whole(self, ignored: Collection[nn.Parameter]) -> None:
         """Leave those of these parameters that would be of the unit to the program (`ignored_params`)."""
@@ -345,7 +353,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
             given[name].__dict__[NOW] = param
     root.engine = engine_of(model)
     if mesh is not None:
-        root.engine.show(Shown(*root.shown(), viewed, NoMemory, DTensor))
+        root.engine.show(Shown(*root.shown(), viewed, NoMemory, DTensor, waits))
     serve_loads(model, root.engine)
     root.engine.draw_alike()
     for call in (root, *inner) if on_meta else ():
@@ -363,6 +371,21 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
         _sharded.add(model)
         if kept is not None:
             kept.append(model)
+
+
+def waits(tensor: Tensor) -> bool:
+    """Return whether a whole tensor is a parameter of a model that waits for its first use, or shares the memory of one (`p.data`)."""
+    if isinstance(tensor, WaitingParameter):
+        return True
+    address = tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and not tensor.is_meta else 0
+    if not address:
+        return False
+    with _lock:
+        call = _at.get(address)
+        if call is None or address not in call.addresses():  # the unit was sharded, or its parameters have moved
+            _at.clear()
+            _at.update({each: call for call in _waiting for each in call.addresses()})
+        return address in _at
 
 
 def _moves_inputs(device: torch.device) -> Callable[[nn.Module, Any, Any], Any]:

@@ -58,7 +58,8 @@ class TensorReader:
         self.values, self.first, self.dtype = values.detach().reshape(-1), first, values.dtype
 
     def read(self, start: int, out: Tensor) -> None:
-        out.copy_(self.values[start - self.first : start - self.first + out.numel()])
+        begin = start - self.first
+        out.copy_(self.values.narrow(0, begin, out.numel()))  # raises for a range that it has not: one element would be broadcast
 
 
 class Restoring:

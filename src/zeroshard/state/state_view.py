@@ -191,7 +191,8 @@ def _kept(value: object) -> Any:
 
 
 def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) -> None:
-    """Replace all states by those given, by id of the parameter; tensors are whole, or sharded like the parameter."""
+    """Replace all states by those given, by id of the parameter; tensors are whole, or sharded like the parameter (collective then
+    where each rank keeps all states)."""
     groups = core.runtime.groups
     if core.runtime.closed:
         if states:
@@ -220,8 +221,11 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
         for key, value in entries.items():
             if key in counters or not is_column(value, group.specs[index].shape):
                 state.scalars[key] = value
-            elif isinstance(value, ShardedTensor):
-                state.tensors[key] = TensorReader(value._local, group.homes[index].start)
+            elif isinstance(value, ShardedTensor):  # a replicated core keeps the whole: FSDP2's door shows slices at stage 0, too
+                whole = core.replicated
+                state.tensors[key] = (
+                    TensorReader(value.gathered()) if whole else TensorReader(value._local, group.homes[index].start)
+                )
             else:
                 state.tensors[key] = TensorReader(value)
     for group, index in [(each, index) for each in groups for index in range(len(each.params))]:

@@ -381,6 +381,15 @@ def _beyond(func: OpOverload, args: tuple, kwargs: dict) -> object:
     return shown.view(func, _of_whole(func, args, kwargs), homes[0].name)
 
 
+def _onto_whole(func: OpOverload, args: tuple, kwargs: dict, targets: Sequence[Tensor]) -> object:
+    """Write to whole tensors with gathered operands (collective), if a program takes these tensors for DTensors, too: parameters that
+    wait to be sharded, such as those of an average that has run no forward yet. Raise for any other."""
+    shown = _found(ShardedTensor, (args, kwargs))[0]._home.shown
+    if shown is None or not targets or not all(shown.waits(target) for target in targets):
+        raise _refusal(func, args, kwargs)
+    return _of_whole(func, args, kwargs)
+
+
 def _refusal(func: OpOverload, args: tuple, kwargs: dict) -> ShardedAccessError:
     tensors = _found(ShardedTensor, (args, kwargs))
     target = args[0] if _writes_first(func) and isinstance(args[0], Tensor) else None
@@ -453,10 +462,10 @@ def _random_(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     return target
 
 
-def _copy_(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
+def _copy_(func: OpOverload, args: tuple, kwargs: dict) -> object:
     target, source = args[0], args[1]
     if not isinstance(target, ShardedTensor):
-        raise _refusal(func, args, kwargs)
+        return _onto_whole(func, args, kwargs, [target])
     given = _local_of(source, target)
     target._begin_write()
     local = target._local
@@ -514,7 +523,7 @@ def _elementwise(func: OpOverload, args: tuple, kwargs: dict) -> object:
         return _beyond(func, args, kwargs)
     target = args[0] if _writes_first(func) else kwargs.get("out")
     if target is not None and not isinstance(target, ShardedTensor):
-        raise _refusal(func, args, kwargs)
+        return _onto_whole(func, args, kwargs, [target])
     if target is not None:
         target._begin_write()
     local = func(*(_local_of(a, lead) for a in args), **{k: _local_of(v, lead) for k, v in kwargs.items()})
@@ -575,11 +584,11 @@ _FOREACH_REDUCTIONS = ("_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach
 _STRETCH_NUMEL = 1 << 24  # elements of slices per call of a foreach operation: bounds the copies of offloaded slices
 
 
-def _foreach(func: OpOverload, args: tuple, kwargs: dict) -> list[Tensor] | None:
+def _foreach(func: OpOverload, args: tuple, kwargs: dict) -> object:
     """Apply a foreach operation, a stretch of its lists at a time: to slices of sharded tensors, to other tensors as they are."""
     leads, writes = args[0], _writes_first(func)
     if not any(isinstance(lead, ShardedTensor) for lead in leads):
-        raise _refusal(func, args, kwargs)
+        return _onto_whole(func, args, kwargs, leads if writes else [])
     for lead in leads if writes else ():
         if isinstance(lead, ShardedTensor):
             lead._begin_write()
