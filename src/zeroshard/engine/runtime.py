@@ -202,7 +202,7 @@ class Runtime:
         dropped = [(core, weakref.ref(core.outer)) for core in cores]
         for core in cores:
             core.outer = None
-        if cores:
+        if any(where() is not None for _, where in dropped):
             collect_garbage()
         for core, where in dropped:
             core.outer = where()
