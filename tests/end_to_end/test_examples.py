@@ -30,7 +30,8 @@ def falls(losses: list[float], to: float) -> bool:
 
 
 def check_plain_loop(text):
-    assert falls(numbers(r"loss ([\d.]+)", text), 3.3)  # the text is the README, which changes
+    first, *later = numbers(r"loss ([\d.]+)", text)  # of single batches of the README, which changes: they may rise between two
+    assert first > 5 and len(later) == 3 and max(later) < 4 and later[-1] < 3.3
     assert all(0.3 < norm < 5 for norm in numbers(r"norm ([\d.]+)", text))
     assert "135,488 parameters trained" in text
 
