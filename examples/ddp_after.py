@@ -108,4 +108,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     main(arguments.folder, arguments.steps)
+    dist.barrier()  # rank 0 still writes: a rank that ends before has ended in an abort
     dist.destroy_process_group()
