@@ -302,9 +302,8 @@ def attachments(axes: Axes) -> list[Any]:
 
     Each has `attach(engine, axes)`, and may have `check(model)`, which raises ConfigError before anything is changed.
     """
-    cuts = (
-        frozenset() if axes.divided is None else axes.divided.axes
-    )  # an axis that divides experts attaches even if it has one rank
+    # an axis that divides experts attaches even if it has one rank
+    cuts = frozenset() if axes.divided is None else axes.divided.axes
     # attention along sp is attached before the router's loss, which ep attaches as well
     rows = [row for row in reversed(AXES.values()) if axes.size(row.name) > 1 or row.name in cuts]
     names = dict.fromkeys(name for row in rows for name in row.attaches)

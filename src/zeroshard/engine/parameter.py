@@ -272,9 +272,8 @@ class ParamHome(Home):
                     "Call backward first, or to_local() again."
                 )
             around = (self.start, math.prod(shape) - self.stop)
-            parts = self.comm.world_size / (
-                self.group.gradients.summed if self.group.trainable else 1
-            )  # undoes the reduction's mean: one rank has this slice
+            # undoes the reduction's mean: one rank has this slice
+            parts = self.comm.world_size / (self.group.gradients.summed if self.group.trainable else 1)
             return F.pad(grad * parts, around).view(shape)
 
         return arrive

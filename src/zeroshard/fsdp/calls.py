@@ -43,9 +43,8 @@ from .state_dicts import serve_loads
 STATE = "_zeroshard_fsdp"  # entry of a module's __dict__: the Call that named it
 NOW = "_zeroshard_now"  # entry of the __dict__ of a DTensor that was a parameter: the sharded one in its place
 _waiting: weakref.WeakSet[Call] = weakref.WeakSet()
-_at: weakref.WeakValueDictionary[int, Call] = (
-    weakref.WeakValueDictionary()
-)  # by address of a parameter that may wait: see `waits`
+# by address of a parameter that may wait: see `waits`
+_at: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
 _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # all of the process
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _lock = threading.RLock()  # ranks may be threads
@@ -212,9 +211,8 @@ class Call:
         for module in self.modules:
             module.__dict__[FIRST_USE] = self.model
         for _, param in self.own_parameters():
-            if type(param) is nn.Parameter or (
-                type(param) is WaitingParameter and "_call" not in param.__dict__
-            ):  # a copy has none
+            copied = type(param) is WaitingParameter and "_call" not in param.__dict__
+            if type(param) is nn.Parameter or copied:
                 param.__class__ = WaitingParameter
                 param.__dict__["_call"] = self
         with _lock:

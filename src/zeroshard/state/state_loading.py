@@ -160,9 +160,7 @@ class Restoring:
             for key, column in columns.items():
                 if isinstance(column, Rest):
                     padding_numel = end - begin - stop + start
-                    if (
-                        column.encoding is not None and padding_numel
-                    ):  # first: what it has of earlier steps would set the block's scale
+                    if column.encoding is not None and padding_numel:  # first: what it has of earlier steps would set the scale
                         column.store(begin + stop - start, torch.zeros(padding_numel, dtype=column.dtype, device="cpu"))
                     copy_to_rest(state.tensors[key], start, stop, column, begin)
                     continue

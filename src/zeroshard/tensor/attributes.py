@@ -18,9 +18,8 @@ _OWN |= set(torch_compat.FAKE_DEVICE)  # attributes in which a fake tensor keeps
 
 NOT_SHARDED = "not_sharded"  # attribute of a parameter that zs.shard leaves whole, to the program
 
-whole_now: dict[
-    int, Any
-] = {}  # id of a parameter that `zs.gathered` has made whole -> its _Whole (values/gathered_parameters.py)
+# id of a parameter that `zs.gathered` has made whole -> its _Whole (values/gathered_parameters.py)
+whole_now: dict[int, Any] = {}
 
 
 def attributes_of(tensor: Tensor) -> dict[str, object]:

@@ -27,9 +27,8 @@ class Shown(NamedTuple):
     view: Callable[..., object]  # (operation, its result on gathered copies, name) -> what the program gets
     storage: Callable[..., object]  # tensor -> the result of its `untyped_storage()`
     states: type  # of which isinstance() takes optimizer states to be: programs ask before they gather them
-    waits: Callable[
-        [Tensor], bool
-    ]  # whole tensor -> whether it is a parameter not sharded yet, which the program takes for a DTensor
+    # whole tensor -> whether it is a parameter not sharded yet, which the program takes for a DTensor
+    waits: Callable[[Tensor], bool]
 
 
 class Home:
