@@ -29,7 +29,7 @@ SATELLITES = (
 )  # fmt: skip
 # the rings, from the inside: what they all stand on, the engine, services. What is in none is a satellite
 GROUND, RING_0 = ("errors", "utils", "config", "tensor"), ("engine",)
-RING_1 = ("tiers", "guard", "axes", "packing", "values", "state", "formats", "diagnostics", "reports")
+RING_1 = ("policies", "tiers", "guard", "axes", "packing", "values", "state", "formats", "diagnostics", "reports")
 # the names by which the code knows objects of the engine; a field that is read of one in a satellite is a place. What is read of
 # a mapping or a string is none: groups of an optimizer are dictionaries
 OBJECTS = frozenset(
@@ -279,16 +279,16 @@ GOALS = {
 }
 BOUNDS: dict[str, float] = {
     "lines of src/zeroshard and benchmarks": 70_400,
-    "lines of ring 0 (engine/)": 9_000,
-    "lines of ring 1": 12_100,
+    "lines of ring 0 (engine/)": 8_600,
+    "lines of ring 1": 12_500,
     "imports that leave ring 0": 0,
     "imports from ring 1 to ring 2": 0,
     "imports between rooms of ring 1": 0,
     "files to own for engine (engine.unit)": 47,
     "lines of these, engine.unit": 8_200,
-    "files to own for engine and optimizer (engine.optimizer)": 69,
-    "lines of these, engine.optimizer": 12_600,
-    "files to own for zs.shard (api)": 178,
+    "files to own for engine and optimizer (engine.optimizer)": 67,
+    "lines of these, engine.optimizer": 12_200,
+    "files to own for zs.shard (api)": 179,
     "lines of these, api": 33_600,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,
@@ -326,7 +326,7 @@ BOUNDS: dict[str, float] = {
     "names of the engine that benchmarks imports": 1,
     "names inside of services that benchmarks imports": 3,
     "places of benchmarks inside the engine": 0,
-    "files that the model enters in zs.shard": 16,
+    "files that the model enters in zs.shard": 15,
     "fields of Runtime that change": 9,
     "fields of Unit that change": 10,
     "Any in 1,000 lines": 12.1,

@@ -30,8 +30,8 @@ from .comm import backend_select, topology
 from .comm.mesh import Axes, PlannedLayout, attachments, axes_of
 from .config import Config, Placement
 from .engine import hooks
-from .engine.auto_wrap import check_lazy, collect, device_of
 from .engine.comm import talking_device
+from .engine.inner_optimizer import optimizer_groups
 from .engine.ledger import Ledger
 from .engine.mixed_precision import Progress
 from .engine.parameter import ParamHome, ParamSpec
@@ -51,6 +51,7 @@ from .guard.rank_consistency import agree_on_initial_values, check_same_model
 from .guard.shared_storage import check_sharing
 from .optim.take_over import TakeOver
 from .optim.validation import check_optimizer
+from .policies import cast_modules, check_lazy, collect, device_of, input_dtype, partition
 from .seam import Engine
 from .state.parameter_access import whole_states
 from .state.slices import named_parts
@@ -218,7 +219,8 @@ def _shard(
     agree_on_initial_values(group, peers, model, specs, parameters=weights is None, buffers=config.agree_buffers, divided=divided)
     made_on_meta = {name for name, param in model.named_parameters() if param.is_meta and not stays_whole(param)}
 
-    inventory = Inventory.of(model, config, specs, state_plans(config, optimizer, specs), optimizer)
+    states = state_plans(config, optimizer, specs)
+    inventory = Inventory(partition(model, config, specs), states, optimizer_groups(optimizer))
 
     # lay out, build buffers, place parameters in them; from here on the model changes
     local.keep()
@@ -233,18 +235,20 @@ def _shard(
     layout = inventory.lay_out(config, comms)
     units = {unit.name: unit.specs for unit in inventory.units}
     room = _room(layout, tiers, optimizer, telling_shortage(model, config, ledger, group, "zs.shard", units))
+    inputs = input_dtype(model, config, {group.sizes.dtype for group in layout.groups})
     runtime = Runtime(
-        model, config, comms, tiers, progress, lambda runtime: build_units(runtime, optimizer, layout, room), _WATCHES
+        model, config, comms, tiers, progress, lambda runtime: build_units(runtime, optimizer, layout, room), _WATCHES, inputs
     )
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
     runtime.model_watch = ModelWatch(model, runtime.groups)
     object.__setattr__(model, "_zeroshard", runtime)
     connect(runtime, axes.lines)
+    runtime.handles += cast_modules(model, config)
     hooks.attach(runtime)
     replace_methods(runtime)
     give_interface(runtime)
-    hooks.also_remove(runtime, distributed.in_state_dicts(model))
+    runtime.handles += distributed.in_state_dicts(model)
     engine = Engine(runtime)
     for each in attached:
         each.attach(engine, axes)

@@ -19,7 +19,6 @@ from .comm.wrapped import WrappedComm
 from .config import Config, Tier
 from .diagnostics.aborting import abort_peers
 from .engine import verbs
-from .engine.auto_wrap import LARGE_FRACTION, ROOT, collect, find_blocks, partition
 from .engine.comm.base import Collective, Comm, DirectComm
 from .engine.comm.control import Sent, operation
 from .engine.comm.messages import decode, encode, exchange_values
@@ -60,6 +59,7 @@ from .errors import ConfigError, ZeroshardError
 from .guard import telling
 from .guard.uneven import Batch, Together, joining
 from .packing.codecs import Codec
+from .policies import LARGE_FRACTION, ROOT, collect, find_blocks, partition
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.parameter_info import ParameterInfo, info_of, memory_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeroshard.config import Config
-from zeroshard.engine.auto_wrap import UnitPlan, _merge, _split, collect, partition
 from zeroshard.engine.parameter import ParamSpec
+from zeroshard.engine.shard_model import UnitPlan
 from zeroshard.errors import ConfigError, ShardedAccessError
+from zeroshard.policies.units import _merge, _split, collect, partition
 
 
 class Block(nn.Module):

@@ -9,7 +9,7 @@ from zoo import Case, Stack, check, every_mode, normal_batches, run_threads, see
 
 import zeroshard as zs
 from zeroshard.config import Config
-from zeroshard.engine.auto_wrap import collect, partition
+from zeroshard.policies import collect, partition
 
 
 class Beside(Stack):

@@ -12,13 +12,14 @@ import zeroshard as zs
 from zeroshard.comm.fake import FakeComm, Imagination, imagination
 from zeroshard.config import Config, Tier
 from zeroshard.engine import shard_model
-from zeroshard.engine.auto_wrap import collect
+from zeroshard.engine.inner_optimizer import optimizer_groups
 from zeroshard.engine.ledger import GRADIENTS, MASTERS, PARAMETERS
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.engine.shard_model import Inventory
 from zeroshard.engine.topology import Topology
 from zeroshard.errors import ConfigError, ModelClosed, ZeroshardError
 from zeroshard.formats.state_plans import state_plans
+from zeroshard.policies import collect, partition
 from zeroshard.testing import run_threads
 from zeroshard.tiers.room import needs_of
 
@@ -27,7 +28,7 @@ MODEL = seeded(lambda: OddGPT(dim=16, layers=2, tied=True))
 
 def inventory_of(model: nn.Module, config: Config) -> Inventory:
     specs, optimizer = collect(model, config), adamw(model.parameters())
-    return Inventory.of(model, config, specs, state_plans(config, optimizer, specs), optimizer)
+    return Inventory(partition(model, config, specs), state_plans(config, optimizer, specs), optimizer_groups(optimizer))
 
 
 def topology(ranks: int) -> Topology:

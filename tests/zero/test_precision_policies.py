@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Attention, Block, Language, MixtureOfExperts, Stack, normal_batches
 
 import zeroshard as zs
-from zeroshard.engine.auto_wrap import casts, collect
+from zeroshard.policies import collect
+from zeroshard.policies.dtypes import casts
 from zeroshard.testing import run_threads
 
 LOW, HIGH = torch.bfloat16, torch.float32

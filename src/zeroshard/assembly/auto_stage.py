@@ -20,11 +20,13 @@ from ..comm.topology import check, imagined_topology
 from ..config import CHOICES, DEVICE_NAMES, STATES, Config, Tier
 from ..engine.comm.base import DirectComm
 from ..engine.comm.messages import exchange_values
+from ..engine.inner_optimizer import optimizer_groups
 from ..engine.parameter import ParamSpec
 from ..engine.shard_model import Inventory
 from ..engine.topology import Parts
 from ..errors import ConfigError, ZeroshardError
 from ..formats.state_plans import state_plans
+from ..policies import partition
 from ..tiers.room import held_by
 from ..utils import torch_compat
 from ..utils.host import host_identity
@@ -63,7 +65,8 @@ def choose(
     activations = f"beside {_gib(kept or 0)} of activations"
     if kept is None:
         activations = "with a third left for activations (pass sample= to measure them)"
-    inventory = Inventory.of(model, config, specs, state_plans(config, optimizer, specs), optimizer)
+    states = state_plans(config, optimizer, specs)
+    inventory = Inventory(partition(model, config, specs), states, optimizer_groups(optimizer))
     tried: list[str] = []
     for stage, tiers in CHOICES:
         if (comm.world_size == 1) != (stage == 0) and set(tiers) == {Tier.DEVICE}:

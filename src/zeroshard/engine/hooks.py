@@ -10,19 +10,14 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
-from ..config import Config
 from ..utils import torch_compat
-from ..utils.dtypes import follows_precision
 from ..utils.module_names import take_own_names
-from ..utils.tensor_tree import Exchanged, cast_floating, caster
-from .auto_wrap import Policy, casts
 from .reduction import gradient_hook
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
@@ -36,10 +31,6 @@ def attach(runtime: Runtime) -> None:
     runtime.comm.progress.models.add(model)
     _attached[id(runtime)] = runtime
     torch_compat.watch_backwards((Exception,), _backward_failed)  # once for the process; later calls do nothing
-    for module, inside, around in casts(model, runtime.config):
-        _attach_policy(runtime, module, inside, around)
-    if runtime.config.cast_buffers:
-        runtime.handles.append(_CastBuffers(model, runtime.config))
     for unit in runtime.units:
         for module in unit.modules if unit.sharded or unit.entries.distributed else ():
             _attach_unit(runtime, unit, module)
@@ -51,9 +42,7 @@ def attach(runtime: Runtime) -> None:
         for group in unit.trainable:  # by torch's method: a parameter's own one wraps hooks of the program (engine/user_hooks.py)
             for index, param in enumerate(group.compute):
                 runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, gradient_hook(group, index)))
-                if (
-                    group.values.sharded
-                ):  # an autograd.Function that is given the sharded parameter itself returns its gradient there
+                if group.values.sharded:  # an autograd.Function that is given the sharded parameter returns its gradient there
                     runtime.handles.append(torch_compat.hand_over_gradients(group.params[index], _computed(group, index)))
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -87,11 +76,6 @@ def at_rest(params: Iterable[Tensor]) -> list[Tensor]:
     groups = [group for unit in unsharded for group in unit.gathered]
     resting = {id(c): param for group in groups for c, param in zip(group.compute, group.params, strict=True)}
     return [resting.get(id(param), param) for param in params]
-
-
-def also_remove(runtime: Runtime, handles: Iterable[Any]) -> None:
-    """Let `detach` remove the hooks of another package as well."""
-    runtime.handles += handles
 
 
 def detach(runtime: Runtime) -> None:
@@ -150,51 +134,3 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
     after = torch.compiler.disable(lambda _module, _args, output: runtime.exit(unit, output))
     runtime.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     runtime.handles.append(module.register_forward_hook(after, always_call=True))
-
-
-def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, around: torch.dtype) -> None:
-    """Run a module in the dtype `inside`: register hooks that cast its inputs to it, and its outputs to `around`."""
-    running: list[Exchanged] = []  # arguments of the module's running forwards (they nest)
-
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if torch.compiler.is_compiling():  # a trace can not follow `Exchanged`
-            return cast_floating((args, kwargs), inside)
-        running.append(Exchanged(caster(inside), (args, kwargs)))
-        return running[-1].value
-
-    def after(module: nn.Module, args: tuple, output: object) -> object:
-        if not torch.compiler.is_compiling() and running:
-            running.pop().hand_back()
-        return cast_floating(output, around)
-
-    runtime.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-    runtime.handles.append(module.register_forward_hook(after, always_call=True))
-
-
-class _CastBuffers:
-    """Casts floating-point buffers (not fp64, fp8, fp4) to the dtype of their module; `remove` restores their dtypes."""
-
-    def __init__(self, model: nn.Module, config: Config) -> None:
-        default = None if config.precision == "fp32" else config.compute_dtype
-        dtypes = Policy(model, config).modules
-        self._given: list[tuple[dict, str, torch.dtype]] = []
-        wanted = []
-        for module in model.modules():
-            for name, buffer in torch_compat.own_buffers(module).items():
-                dtype = dtypes.get(id(module), default)
-                if buffer is not None and dtype is not None and follows_precision(buffer.dtype):
-                    self._given.append((torch_compat.own_buffers(module), name, buffer.dtype))
-                    wanted.append((torch_compat.own_buffers(module), name, dtype))
-        _cast_entries(wanted)
-
-    def remove(self) -> None:
-        """Restore the buffers' dtypes on close; values that were rounded stay rounded."""
-        _cast_entries(self._given)
-
-
-def _cast_entries(entries: list[tuple[dict, str, torch.dtype]]) -> None:
-    """Cast tensors in dictionaries; a tensor that several dictionaries hold is cast once and stays shared."""
-    cast: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # holds the original, so that its id is not reused
-    for holder, name, dtype in entries:
-        given = holder[name]
-        holder[name] = cast.setdefault((id(given), dtype), (given, given.to(dtype)))[1]

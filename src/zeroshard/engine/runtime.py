@@ -32,7 +32,6 @@ from ..utils import torch_compat
 from ..utils.autograd import ended, in_backward, leads_to_all, marked, memory_of, next_node, running_forward, transforming
 from ..utils.garbage import collect_garbage
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
-from .auto_wrap import input_dtype
 from .freezing import Freezing
 from .gradient_account import GradientAccount
 from .inner_optimizer import members_of
@@ -90,11 +89,12 @@ class Runtime:
 
     def __init__(
         self, model: nn.Module, config: Config, topology: Topology, tiers: Tiers, progress: Progress,
-        build: Callable[[Runtime], list[Unit]], watches: Watches,
+        build: Callable[[Runtime], list[Unit]], watches: Watches, input_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         """Call `build` for the units, which belong to this runtime. `comm` are the data-parallel ranks (`topology.control`)."""
         self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
         self.comm, self.watches = topology.control, watches
+        self.input_dtype = input_dtype  # to which the model's floating-point inputs are cast; None: they are not
         self.moved = tiers.make_away()
         self.shows_masters = masters_shown.get()
         self.drawing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around draws on sharded parameters
@@ -130,7 +130,6 @@ class Runtime:
         own([])  # so that all fields exist where `build` fails: parameters that it has placed refer to this
         own(build(self))
         self.end_answering = topology.world.desk.answer_for(self)  # call it to stop answering peers that ask for its state
-        self.input_dtype = input_dtype(model, config, {group.values.dtype for group in self.groups})
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ShardedAccessError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +22,10 @@ from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, Shard
 from ..tensor.state_column import StatePlan
 from ..utils import torch_compat
 from ..utils.torch_compat import carry_hooks, swap
-from .auto_wrap import UnitPlan, partition
 from .comm.base import Comm
 from .comm.pool import StagingPool
 from .flat_buffer import ParameterBuffer
 from .flat_layout import ALIGNMENT, FlatLayout, round_up
-from .inner_optimizer import optimizer_groups
 from .ledger import MASTERS
 from .masters import masters_shown
 from .parameter import ParamSpec
@@ -40,6 +38,19 @@ from .user_hooks import adopt
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """Plan of a unit: its name, the modules whose forward enters it, and its parameters."""
+
+    name: str
+    modules: list[nn.Module]
+    specs: list[ParamSpec] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(spec.shape) for spec in self.specs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,18 +81,6 @@ class Inventory:
     units: list[UnitPlan]
     states: dict[int, StatePlan]
     group_of: dict[int, int]
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        config: Config,
-        specs: list[ParamSpec],
-        states: dict[int, StatePlan],
-        optimizer: torch.optim.Optimizer | None,
-    ) -> Inventory:
-        """Partition a model into units. Raise ConfigError for an option that names no module of it."""
-        return cls(partition(model, config, specs), states, optimizer_groups(optimizer))
 
     def lay_out(self, config: Config, topology: Topology) -> ModelLayout:
         """Return where all states lie on this rank. Nothing is allocated or written.

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Config, Offload
-from ..engine.auto_wrap import find_blocks
 from ..engine.comm.base import Comm
 from ..engine.comm.messages import exchange_values
 from ..engine.inner_optimizer import optimizer_groups
 from ..engine.parameter import ParamSpec
 from ..errors import ModelMismatch
+from ..policies import find_blocks
 from ..tensor.sharded_tensor import ShardedTensor, checksum
 from ..utils.aligned import host_bytes
 

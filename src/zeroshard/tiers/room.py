@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..config import Config, Placement, Tier
-from ..engine.auto_wrap import ROOT
 from ..engine.comm.base import DirectComm
 from ..engine.comm.messages import exchange_values
 from ..engine.ledger import GATHERED, GRADIENTS, Ledger
@@ -21,6 +20,7 @@ from ..engine.shard_model import ModelLayout
 from ..engine.sizes import BUFFERS, rests_away
 from ..engine.topology import needed
 from ..errors import ConfigError, HostMemoryError, OffloadIOError
+from ..policies import ROOT
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils.host import host_identity
 from ..utils.host_memory import keep_freed_memory, limits

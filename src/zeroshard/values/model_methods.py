@@ -23,7 +23,7 @@ def replace_methods(runtime: Runtime) -> None:
     """Replace the methods of the modules of a model until the model is closed; what the program itself has put there stays."""
     for module, name in _replaced(runtime.model):
         module.__dict__.setdefault(name, functools.partial(_REPLACEMENTS[name], module))
-    hooks.also_remove(runtime, [types.SimpleNamespace(remove=functools.partial(_restore, runtime.model))])
+    runtime.handles.append(types.SimpleNamespace(remove=functools.partial(_restore, runtime.model)))
 
 
 def _restore(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from zeroshard.assembly import auto_stage
 from zeroshard.cli import main
 from zeroshard.comm.fake import FakeComm, Imagination, imagination
 from zeroshard.config import Config, Tier
+from zeroshard.engine.inner_optimizer import optimizer_groups
 from zeroshard.engine.ledger import GATHERED, STAGING
 from zeroshard.engine.shard_model import Inventory
 from zeroshard.formats.state_plans import state_plans
@@ -29,6 +30,7 @@ from zeroshard.planner.search.memory import memory_of
 from zeroshard.planner.search.profile import Profile
 from zeroshard.planner.search.requested import layout_of
 from zeroshard.planner.search.search import search
+from zeroshard.policies import partition
 
 SMALL = ["quickstart", "--ranks", "8", "--node-size", "4", "--seq", "64", "--hardware", "a100-40gb", "--precision", "bf16"]
 LAYOUTS = {
@@ -121,11 +123,9 @@ def held_for_auto(layout, monkeypatch):
 
     def judged(config, comm, model, specs, optimizer, sample, parts):
         given = Config.build(None, **layout.options())
-        found.update(
-            auto_stage._held(
-                Inventory.of(model, given, specs, state_plans(given, optimizer, specs), optimizer), given, comm, parts
-            )
-        )
+        states = state_plans(given, optimizer, specs)
+        inventory = Inventory(partition(model, given, specs), states, optimizer_groups(optimizer))
+        found.update(auto_stage._held(inventory, given, comm, parts))
         return given
 
     monkeypatch.setattr("zeroshard.api.choose", judged)

@@ -326,7 +326,7 @@ class Profile:
             )  # fmt: skip
 
         def bucket(numel: int) -> str:
-            return "" if numel >= LARGE_FRACTION * block.numel else ROOT  # as engine/auto_wrap.py decides
+            return "" if numel >= LARGE_FRACTION * block.numel else ROOT  # as policies/units.py decides
 
         layers = [LayerProfile("embedding", cut=(vocab * h,), bucket=bucket(vocab * h), boundary=h, tp_reduces=1)]
         if shape.positions == "learned":

@@ -6,8 +6,6 @@
 
 A piece of a module (a tile) is a unit of its own in every mode, since it exists to be gathered alone.
 A parameter that is tied across units goes to a unit that is entered through all of its owners. Sizes are in elements.
-
-`Policy` resolves `Config.dtypes`: the dtype in which each module computes, and where that changes.
 """
 
 from __future__ import annotations
@@ -15,37 +13,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from ..config import Config, Units
+from ..engine.parameter import ParamSpec
+from ..engine.shard_model import UnitPlan
 from ..errors import ConfigError, ShardedAccessError, did_you_mean
 from ..tensor.attributes import stays_whole
-from ..tensor.part import Cut, Piece, class_and_name, distribution_of
+from ..tensor.part import Cut, Piece, distribution_of
 from ..utils import torch_compat
-from ..utils.dtypes import follows_precision, is_narrow
-from ..utils.module_names import matches, own_name
+from ..utils.module_names import own_name
 from ..utils.torch_compat import original
-from .parameter import ParamSpec
+from .dtypes import Policy, has_forward, is_called
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 ROOT = "(root)"  # the unit that stays gathered from the beginning of a pass to its end
 LARGE_FRACTION = 0.25  # a module outside the blocks with this fraction of the largest block's elements gets its own unit
-
-
-@dataclass(eq=False)
-class UnitPlan:
-    """Plan of a unit: its name, the modules whose forward enters it, and its parameters."""
-
-    name: str
-    modules: list[nn.Module]
-    specs: list[ParamSpec] = field(default_factory=list)
-
-    @property
-    def numel(self) -> int:
-        return sum(math.prod(spec.shape) for spec in self.specs)
 
 
 def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
@@ -95,100 +80,6 @@ def check_lazy(model: nn.Module) -> None:
                 )
 
 
-class Policy:
-    """Dtypes in which modules and parameters compute, by id. Only modules and parameters that `Config.dtypes` determines.
-
-    A key matches a module by the name of its class or of a base, or as a pattern over the module's name. The dtype is that of the
-    first key that matches the module, or else its nearest ancestor. Norms with fp32 statistics are fp32 unless a key matches
-    them: torch has no kernels for other mixtures. A module that is never called has the dtype of its parent, which reads its
-    parameters. A key that matches no module names parameters.
-    """
-
-    def __init__(self, model: nn.Module, config: Config) -> None:
-        """Resolve `Config.dtypes` for a model. Raise ConfigError for a key that matches no module and no parameter."""
-        self.modules: dict[int, torch.dtype] = {}
-        by_name: dict[str, torch.dtype | None] = {}
-        unmatched = set(config.dtypes)
-        for name, module in model.named_modules():
-            cls, whole = class_and_name(module, name)
-            bases = {base.__name__ for base in cls.__mro__}
-            keys = [key for key in config.dtypes if key in bases or matches(model, whole, key)] if _is_called(module) else []
-            unmatched.difference_update(keys)
-            around = by_name[name.rpartition(".")[0]] if name else None
-            lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
-            mean = torch_compat.own_buffers(module).get("running_mean") if isinstance(module, torch_compat.NormBase) else None
-            own = torch.float32 if lowered and mean is not None and mean.dtype == torch.float32 else around
-            by_name[name] = own = config.dtypes[keys[0]] if keys else own
-            if own is not None:
-                self.modules[id(module)] = own
-        keys = [key for key in config.dtypes if key in unmatched]  # the first one that matches a parameter's name counts
-        self.parameters: dict[int, torch.dtype] = {}
-        known = {type(module).__name__ for module in model.modules()}
-        for prefix, module in model.named_modules(remove_duplicate=False) if keys else ():
-            known.add(own_name(model, prefix))
-            for attribute, param in torch_compat.own_parameters(module).items():
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                name = module.whole_name(name) if isinstance(module, Piece) else name
-                known.add(own_name(model, name))
-                matching = (
-                    [key for key in keys if matches(model, name, key)] if param is not None and param.is_floating_point() else []
-                )
-                unmatched.difference_update(matching)
-                if matching:
-                    self.parameters.setdefault(id(param), config.dtypes[matching[0]])
-        for key in keys:
-            if key in unmatched:
-                raise ConfigError(
-                    f"dtypes: no module of {type(original(model)).__name__} has the class or (as a pattern) the name {key!r}, and no floating-point "
-                    f"parameter has the name.{did_you_mean(key, known)}"
-                )
-
-    def dtype(self, module: nn.Module, param: nn.Parameter, config: Config) -> torch.dtype:
-        """Return the dtype in which a parameter computes: from the key that names it, else its module's, else the precision.
-
-        Integers and fp64 keep their dtype; so do frozen parameters in fp8 or fp4, which a quantizer has made.
-        """
-        if id(param) in self.parameters:
-            return self.parameters[id(param)]
-        if not follows_precision(param.dtype) and not (is_narrow(param.dtype) and param.requires_grad):
-            return param.dtype
-        return self.modules.get(id(module)) or (param.dtype if config.precision == "fp32" else config.compute_dtype)
-
-
-def input_dtype(model: nn.Module, config: Config, parameters: set[torch.dtype]) -> torch.dtype | None:
-    """Return the dtype to which the model's floating-point inputs are cast; None: its forward gets them as the caller gave them.
-
-    The dtype is the model's own in `Config.dtypes`, else that of the precision; None also if all `parameters` are fp32 or fp64, so
-    that rounded inputs would serve no module.
-    """
-    own = Policy(model, config).modules.get(id(model))
-    if own is None and config.precision != "fp32" and not parameters <= {torch.float32, torch.float64}:
-        own = config.compute_dtype
-    return own if config.cast_inputs else None
-
-
-def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:
-    """Return (module, its dtype, the dtype around it) for each module with a forward at which they differ, outermost first.
-
-    Around the model itself there is no dtype: `input_dtype` says what becomes of its inputs, and its outputs stay as they are.
-    """
-    dtypes, found, seen = Policy(model, config).modules, [], set()
-
-    def visit(module: nn.Module, around: torch.dtype) -> None:
-        if id(module) in seen:  # a shared module is cast once, as where it is first met
-            return
-        seen.add(id(module))
-        inside = dtypes.get(id(module), config.compute_dtype)
-        if _has_forward(module) and inside != around:
-            found.append((module, inside, around))
-        for child in module.children():
-            # a ModuleList has no forward: its items are entered from around it
-            visit(child, inside if _has_forward(module) else around)
-
-    visit(model, dtypes.get(id(model), config.compute_dtype))
-    return found
-
-
 def device_of(specs: list[ParamSpec]) -> torch.device:
     """Return the device of all parameters; for a meta-device model, the device on which zs.shard will allocate it."""
     devices = {spec.original.device for spec in specs if not spec.original.is_meta}
@@ -234,7 +125,7 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
 
 def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[tuple[str, nn.Module]]:
     """Return (name, module) of every module that `units` selects, never the root module. option: its name in errors."""
-    named = [(own_name(model, n), module) for n, module in model.named_modules() if module is not model and _is_called(module)]
+    named = [(own_name(model, n), module) for n, module in model.named_modules() if module is not model and is_called(module)]
     if units == "model":
         return []
     if units == "leaf":
@@ -269,7 +160,7 @@ def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
             path = f"{prefix}.{name}" if prefix else name
             is_leaf = next(original(child).children(), None) is None
             has_params = next(child.parameters(), None) is not None
-            if counts[type(original(child))] > 1 and _has_forward(child) and has_params and (leaves or not is_leaf):
+            if counts[type(original(child))] > 1 and has_forward(child) and has_params and (leaves or not is_leaf):
                 if not any(child is module for _, module in found):
                     found.append((own_name(model, path), child))
             else:
@@ -306,16 +197,7 @@ def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: l
 
 def _is_leaf(module: nn.Module) -> bool:
     """Return whether a module has no children and is called."""
-    return next(module.children(), None) is None and _is_called(module)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(original(module)).forward is not nn.Module.forward
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Return False for the leaf inside nn.MultiheadAttention, whose parent reads its parameters without calling it."""
-    return type(module).__name__ != "NonDynamicallyQuantizableLinear"
+    return next(module.children(), None) is None and is_called(module)
 
 
 def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
