@@ -66,7 +66,7 @@ class Fed(FakeComm, process_group.DistComm):
     """Rank 0 of many, which all say the same. Collectives of tensors are FakeComm's, control messages DistComm's."""
 
     imagined = False
-    compare = process_group.DistComm.compare
+    alone, compare = process_group.DistComm.alone, process_group.DistComm.compare
 
     def __init__(self, world_size: int, folder: str = "") -> None:
         """folder: where saves go."""

@@ -92,7 +92,7 @@ class _Watched(Collective):
 class FakeComm(DirectComm):
     """Communicator of rank `rank` among `world_size` ranks, the others imagined. node_size: ranks on a node; None: all."""
 
-    imagined = True
+    imagined = alone = True  # no peer could differ from this rank
 
     def __init__(self, rank: int, world_size: int, device: torch.device | str = "cpu", *, node_size: int | None = None) -> None:
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
@@ -103,6 +103,7 @@ class FakeComm(DirectComm):
         self.ordered = self.kind.separate
         self.waits_on_host = not self.kind.separate
         self.shares_memory = self.copies = self.kind.shares_memory
+        self.peers_lag = self.shares_memory  # as real peers, a little behind, that copy from this rank's buffers
         self.adds = 0 if self.copies else 1 if self.ordered else 2
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:

@@ -67,6 +67,10 @@ class WrappedComm(DirectComm):
         return self.comm.failure
 
     @property
+    def alone(self) -> bool:
+        return self.comm.alone
+
+    @property
     def mail_nbytes(self) -> int:
         return self.comm.mail_nbytes
 

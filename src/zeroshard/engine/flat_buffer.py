@@ -91,7 +91,7 @@ class ParameterBuffer:
     def new_views(self) -> list[Tensor]:
         """Return one view of `full` for each slot, in its parameter's shape."""
         full, storage, slots = self.full, self.full.untyped_storage(), self.layout.slots
-        if not self.sharded and storage.device.type != "meta":  # not for imagined ranks and fake tensors
+        if not self.sharded and storage.device.type != "meta":  # not for fake tensors
             # Each view has a storage of its own over the same memory: tools that go by storages (safetensors' `save_model`,
             # torch.save) then see parameters as they are without sharding.
             first, size = full.storage_offset(), full.itemsize

@@ -62,20 +62,14 @@ def step_alone(
     return leaf.detach(), after, told
 
 
-def step_together(
-    inner: torch.optim.Optimizer, leaves: list[list[Tensor]], slabs: list[bool], device: torch.device, imagined_gpu: bool
-) -> None:
+def step_together(inner: torch.optim.Optimizer, leaves: list[list[Tensor]], slabs: list[bool], device: torch.device) -> None:
     """Step leaves, given for each of the inner optimizer's groups, by one call of its `step`.
 
     Groups without leaves are hidden from the call: some classes fail on an empty list. slabs: for each group, whether some of its
     runs are stepped slab by slab. Such a group, if it has no leaves, gets one of no elements, so that a class which counts steps
     in its groups counts this one. (For a group of whole matrices `WholeStep.step` returns the options that the class changes.)
-    imagined_gpu: the tensors are fake ones that stand for a GPU's, so `foreach` is chosen as on a GPU.
     """
     groups, stand_ins = inner.param_groups, []
-    undecided = [group for group in groups if imagined_gpu and _foreach_on_gpu(group)]
-    for group in undecided:
-        group["foreach"] = True
     takes_late = not isinstance(inner, torch_compat.EARLY_STATES)  # EARLY_STATES fail on a new leaf, and count no steps in groups
     for group, params, beside in zip(groups, leaves, slabs, strict=True):
         group["params"] = params
@@ -89,17 +83,8 @@ def step_together(
     inner.param_groups = groups
     for group in groups:
         group["params"] = []
-    for group in undecided:
-        group["foreach"] = None
     for stand_in in stand_ins:
         inner.state.pop(stand_in, None)
-
-
-def _foreach_on_gpu(options: Options) -> bool:
-    """Return whether torch would choose `foreach` for these options on a GPU, and not for fake tensors, which are on a CPU."""
-    chosen = options.get("foreach", False) is not None or options.get("fused") is not None  # False: the class has no foreach
-    looped = options.get("differentiable") or (isinstance(options.get("lr"), Tensor) and not options.get("capturable"))
-    return not (chosen or looped)
 
 
 def scaled(grad: Tensor, factor: float, dtype: torch.dtype) -> Tensor:

@@ -463,7 +463,8 @@ class OptimizerCore:
             for runs, outside in zip(self.runs, self.outside, strict=True)
         ]
         slabs = [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs]
-        step_together(self.inner, leaves, slabs, self.comm.device, self.comm.imagined and self.runtime.tiers.separate)
+        with self.runtime.tiers.stepping(self.inner.param_groups):
+            step_together(self.inner, leaves, slabs, self.comm.device)
         for _, leaf in stepped:
             leaf.grad = None
 

@@ -315,6 +315,10 @@ class Tiers(Links):
         """
         return rest, None
 
+    def stepping(self, groups: list[dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
+        """Context in which the optimizer's own class steps on the device. groups: its options, here as they are."""
+        return contextlib.nullcontext()
+
     def enter(self, category: str, nbytes: int, tier: Tier) -> None:
         """Enter bytes in the ledger until `close`."""
         self.ledger.enter(category, nbytes, tier)

@@ -36,7 +36,7 @@ def check_same_model(
 
     mesh: `Axes.layout`.
     """
-    if not comm.alone:
+    if not comm.control.alone:
         check_alike(comm, _described(model, specs, config, optimizer, mesh))
 
 
@@ -120,7 +120,7 @@ def _comparable(value: object) -> str | None:
 
 def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]], label: str = "zs.shard: compare values") -> list[str]:
     """Copy rank 0's values to ranks whose values differ (collective); return the names that differed. tensors: whole ones."""
-    if comm.alone:
+    if comm.control.alone:
         return []
     sums = struct.Struct(f"<{len(tensors)}I")
     _, told = comm.control.compare(sums.pack(*(checksum(tensor) for _, tensor in tensors)), label)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ..config import Offload, Tier
+from ..engine.inner_optimizer import Options
 from ..engine.rest import Copy, Links, Rest, Tiers
 from ..utils.work import OVER, Then, Work
 from .cpu_kernels import CHUNK_NUMEL
@@ -72,9 +74,26 @@ class ImaginedTiers(FurtherTiers):
         # a program's own place would encode values, of which there are none
         return super().place(dataclasses.replace(offload, device="cpu") if offload.own else offload, numel, dtype)
 
+    @contextlib.contextmanager
+    def stepping(self, groups: list[Options]) -> Iterator[None]:
+        """Choose `foreach` as torch does on a GPU, if fake tensors, which are on a CPU, stand for a GPU's."""
+        undecided = [group for group in groups if self.separate and _foreach_on_gpu(group)]
+        for group in undecided:
+            group["foreach"] = True
+        yield
+        for group in undecided:
+            group["foreach"] = None
+
     def begun(self, hops: Then) -> Work:
         self.streams.run_beside(hops.done)  # nobody polls: the second hop is enqueued at once
         return hops
 
     def at_once(self, numel: int) -> int | None:
         return -(-numel // CHUNK_NUMEL) * CHUNK_NUMEL
+
+
+def _foreach_on_gpu(options: Options) -> bool:
+    """Return whether torch would choose `foreach` for these options on a GPU."""
+    chosen = options.get("foreach", False) is not None or options.get("fused") is not None  # False: the class has no foreach
+    looped = options.get("differentiable") or (isinstance(options.get("lr"), Tensor) and not options.get("capturable"))
+    return not (chosen or looped)

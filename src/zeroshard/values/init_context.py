@@ -301,7 +301,7 @@ def generators_of_rank_0(comm: Comm, label: str, in_turn: bool = False) -> Itera
     Ranks that are threads share their process's generators: they keep them, or, if `in_turn`, run what is inside one after another,
     each from rank 0's states. It may then not be collective.
     """
-    if comm.alone:
+    if comm.control.alone:
         yield
         return
     generators = [torch.default_generator]
@@ -388,9 +388,8 @@ def give_values(model: nn.Module, device: torch.device, made_on_meta: set[str], 
                 undefined.append(f"{prefix}.{name}" if prefix else name)
     if stored is not None:
         made_on_meta, undefined = set(), [name for name in undefined if own_name(model, name) not in stored]
-    if (
-        (undefined or made_on_meta) and not values_to_come.get() and not isinstance(torch.empty(0), torch_compat.FakeTensor)
-    ):  # a dry run has no values
+    # a dry run has no values
+    if (undefined or made_on_meta) and not values_to_come.get() and not isinstance(torch.empty(0), torch_compat.FakeTensor):
         initialise(model, made_on_meta, undefined)
 
 

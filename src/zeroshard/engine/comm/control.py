@@ -98,12 +98,8 @@ class Group:
     replica: int = 0  # index of this rank's group among the replicas
     waits_on_host: bool = True  # False: `wait` only orders streams, and the host goes on (NCCL)
     imagined: bool = False  # the peers do not exist (planning)
+    peers_lag: bool = False  # peers count as still reading what they were sent last
     streams: Streams = Streams()
-
-    @property
-    def alone(self) -> bool:
-        """True if no other rank exists that could differ from this one: in a world of one, or if the peers are imagined."""
-        return self.world_size == 1 or self.imagined
 
     def sent(self, nbytes: int) -> Sent:
         """Return the bytes that this rank sends if each of its peers gets `nbytes`."""
@@ -122,6 +118,11 @@ class Control(Group, ABC):
 
     desk: Desk = Desk()  # where peers ask for this rank's state
     _serial = 0
+
+    @property
+    def alone(self) -> bool:
+        """True if no other rank exists that could differ from this one."""
+        return self.world_size == 1
 
     @property
     def failure(self) -> Exception | None:

@@ -67,7 +67,7 @@ class StagingPool:
     def take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region]:
         """Take a free buffer: return its number, for `give`, and a region of `numel` elements over it (whole, or one shard)."""
         assert numel * dtype.itemsize <= self.nbytes
-        if self.comm.imagined or not self.comm.waits_on_host:
+        if self.comm.control.alone or not self.comm.waits_on_host:
             free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
             # a drained buffer, else the one whose reduction began first, as it will be drained first
             number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
@@ -83,9 +83,8 @@ class StagingPool:
         """Take a free buffer as `take` does; return None where `take` would have to wait."""
         for number in self._in_turn():
             buffer = self._buffers[number]
-            # a dry run has no peers: it takes the buffer that was given last for one that real peers, a little behind, still read
-            just_given = self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
-            if number < self.count and not buffer.taken and self._drained(number) and not just_given:
+            still_read = self.comm.peers_lag and 0 < buffer.given == self._given
+            if number < self.count and not buffer.taken and self._drained(number) and not still_read:
                 return self._prepare(number, numel, dtype, whole)
         return None
 
