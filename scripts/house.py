@@ -279,15 +279,15 @@ GOALS = {
 }
 BOUNDS: dict[str, float] = {
     "lines of src/zeroshard and benchmarks": 70_400,
-    "lines of ring 0 (engine/)": 9_000,
+    "lines of ring 0 (engine/)": 8_900,
     "lines of ring 1": 12_100,
     "imports that leave ring 0": 0,
     "imports from ring 1 to ring 2": 0,
     "imports between rooms of ring 1": 0,
     "files to own for engine (engine.unit)": 47,
     "lines of these, engine.unit": 8_200,
-    "files to own for engine and optimizer (engine.optimizer)": 69,
-    "lines of these, engine.optimizer": 12_600,
+    "files to own for engine and optimizer (engine.optimizer)": 68,
+    "lines of these, engine.optimizer": 12_500,
     "files to own for zs.shard (api)": 178,
     "lines of these, api": 33_600,
     "names of the engine that comm imports": 0,

@@ -193,7 +193,7 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The model's sharded optimizer, if it has one; an optimizer made since zs.shard is taken over now. Raise ConfigError for a
         model with several: `optimizers` has them."""
-        return self._runtime.optimizer
+        return self._runtime.optimizers.one
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -217,7 +217,7 @@ class Engine:
     @property
     def replicated(self) -> bool:
         """True if every rank steps all of the parameters: stage 0. The model must have an optimizer."""
-        return self._runtime.cores[0].replicated
+        return self._runtime.optimizers.cores[0].replicated
 
     @property
     def gathers(self) -> bool:
@@ -294,7 +294,7 @@ class Engine:
 
     def expected_optimizer(self) -> str:
         """Return what to say where the model's optimizer is needed, and there is none."""
-        return self._runtime.expected_optimizer()
+        return self._runtime.optimizers.expected()
 
     def given_optimizer(
         self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, verb: str
@@ -307,9 +307,9 @@ class Engine:
             return None
         optimizers, listed = self.optimizers, list(given) if isinstance(given, (list, tuple)) else [given]
         if not listed or set(map(id, listed)) != set(map(id, optimizers)):
-            for each in set(self._runtime.free()).intersection(listed) if optimizers else ():
-                each.take_over()  # raises the reason why it is none of the model's
-            why = "" if optimizers else f" {self._runtime.expected_optimizer()}"
+            if optimizers:
+                self._runtime.optimizers.refuse(listed)
+            why = "" if optimizers else f" {self._runtime.optimizers.expected()}"
             if len(optimizers) > 1:
                 names = ", ".join(type(each).__name__ for each in optimizers)
                 why = f" This model is stepped by several: give a list of all ({names})."
@@ -368,12 +368,12 @@ class Engine:
         self._runtime.topology.forget()
 
     def _drain(self) -> None:
-        for core in self._runtime.cores:
+        for core in self._runtime.optimizers.cores:
             core.drain()
 
     def restoring(self, states: dict[int, SavedState]) -> Restorings:
         """Return the object that loads the optimizers' states. states: id of a parameter -> its state."""
-        return Restorings([Restoring(core, states) for core in self._runtime.cores])
+        return Restorings([Restoring(core, states) for core in self._runtime.optimizers.cores])
 
     def zero_grad(self) -> None:
         """Drop the model's gradients."""
@@ -381,11 +381,11 @@ class Engine:
 
     def publish(self) -> None:
         """Send replicated parameters that each rank steps a slice of to all ranks, as every step does at its end (collective)."""
-        self._runtime.cores[0].publish([group for group in self._runtime.groups if group.trainable])
+        self._runtime.optimizers.cores[0].publish([group for group in self._runtime.groups if group.trainable])
 
     def rehearse_step(self, accumulate: int = 1) -> Rehearsal:
         """Return a rehearsal of the longest run that the host steps, on zeros of its own. accumulate: backwards of a step."""
-        return rehearsal(self._runtime.core, accumulate)
+        return rehearsal(self._runtime.optimizers.core, accumulate)
 
     def copy_rates(self) -> tuple[float, float]:
         """Measure the bytes per second from the device to pinned host memory and back."""
@@ -397,7 +397,7 @@ class Engine:
 
     def after_step(self, function: Callable[[], object]) -> RemovableHandle:
         """Call a function after each step of the optimizer that was not skipped, until `remove()` of what is returned."""
-        functions = self._runtime.core.after_step
+        functions = self._runtime.optimizers.core.after_step
         handle = RemovableHandle(functions)
         functions[handle.id] = function
         return handle
