@@ -440,7 +440,7 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
             "state dict of its own. Take zs.full_optimizer_state(model), which has the states by the parameters' names."
         )
     outer = cores[0].outer
-    wanted = every_rank or runtime.topology.world.rank == runtime.topology.stages[runtime.topology.stage][0]
+    wanted = every_rank or runtime.topology.leads
     for _, param, found in _whole_optimizer_states(model, "zs.full_optimizer_state_dict"):
         if wanted and found:  # copies: torch advances `step` in place, and parameters may share that tensor
             states[id(param)] = {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in found.items()}

@@ -77,8 +77,8 @@ from .utils.registry import Registered
 from .utils.work import OVER, Work
 from .values import take_interface
 from .values.averages import Averages
+from .values.by_hand import HeldGradients, ModuleUnits
 from .values.init_context import generators_of_rank_0
-from .values.module_units import ModuleUnits
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
@@ -135,9 +135,9 @@ class Engine:
         return self._runtime.topology.world
 
     @property
-    def stages(self) -> int:
-        """Number of pipeline stages; ranks of different stages have different modules."""
-        return len(self._runtime.topology.stages)
+    def comms(self) -> Topology:
+        """All Comms of the model, and which ranks have which part of it: places, pipeline stages, this rank's own. Only read it."""
+        return self._runtime.topology
 
     @property
     def closed(self) -> bool:
@@ -148,36 +148,6 @@ class Engine:
     def input_dtype(self) -> torch.dtype | None:
         """The dtype to which the model casts floating-point inputs; None where it casts none."""
         return self._runtime.input_dtype
-
-    @property
-    def stage(self) -> int:
-        """Number of this rank's pipeline stage."""
-        return self._runtime.topology.stage
-
-    @property
-    def stage_ranks(self) -> Parts:
-        """The ranks of each pipeline stage, as ranks of `world`."""
-        return self._runtime.topology.stages
-
-    @property
-    def leads(self) -> bool:
-        """True on the first rank of this rank's stage, which writes or says what is said once for the stage's model."""
-        return self.world.rank == self.stage_ranks[self.stage][0]
-
-    @property
-    def mesh(self) -> dict[str, Parts] | None:
-        """The ranks of each place ("places") and of each stage ("stages") in plain values; None where no model axis cuts the model."""
-        return self._runtime.topology.mesh
-
-    @property
-    def divided(self) -> bool:
-        """True if a rank has only a part of the model: a stage, layers cut by tensor parallelism, some of the experts."""
-        return len(self._runtime.topology.places) > 1
-
-    @property
-    def exchanges_tokens(self) -> bool:
-        """True if each forward needs all ranks, since they exchange tokens with experts along an axis that cuts the batch."""
-        return self._runtime.topology.divided is not None
 
     @property
     def ledger(self) -> Ledger:
@@ -329,17 +299,10 @@ class Engine:
         """Reduce the gradients that were summed locally (collective)."""
         self._runtime.flush()
 
-    def hold_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add (whole parameter, its local gradient) pairs that were computed without autograd's hooks, and hold them back."""
-        self._runtime.hold(gradients)
-
-    def begin_reductions(self) -> None:
-        """Start to reduce all gradients that are held back; `flush`, called on all ranks, waits for the reductions."""
-        self._runtime.begin_reductions()
-
-    def holding_gradients(self, reduce: bool) -> AbstractContextManager[None]:
-        """Context of a backward whose gradients are held back and summed. reduce: start to reduce the sums at its end."""
-        return self._runtime.holding(reduce)
+    @property
+    def held_gradients(self) -> HeldGradients:
+        """The gradients that backwards, or a pipeline by hand, sum on this rank before they are reduced."""
+        return HeldGradients(self._runtime)
 
     def tied_copy(self, param: nn.Parameter, counted: bool) -> TiedCopy:
         """Return access to a parameter of which other stages hold a copy. counted: norms count this one."""

@@ -15,7 +15,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -409,9 +409,9 @@ class Runtime:
         backward = self._await_end()
         self.frozen.follow()  # requires_grad may have been switched since the forward
         backward.begun = True
-        self._before_gradients()
+        self.before_gradients()
 
-    def _before_gradients(self) -> None:
+    def before_gradients(self) -> None:
         """Bring reduced gradients to the scale of those that a backward adds: times the loss scale, a mean over all ranks."""
         if self.account.unscaled:
             self.account.unscaled = False
@@ -505,48 +505,12 @@ class Runtime:
         """Reduce all gradients not yet reduced (collective), to the mean over the ranks that had a batch."""
         self.attendance.tell("reduce")
         if self.attendance.serving:  # this rank's data has ended: it has no backward, which would have done this
-            self._before_gradients()
+            self.before_gradients()
         self.reductions.finish(agreed)
         self.account.held = not self.sync
         if self.attendance.share != 1.0:
             self.account.share = self.attendance.share
             self._scale_gradients(1.0 / self.account.share)
-
-    # -- gradients held back -----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def holding(self, reduce: bool) -> Iterator[None]:
-        """Context whose backwards add their gradients to sums on this rank, without communication: zs.accumulate.
-
-        reduce: instead, start the reduction of each complete unit and do not wait for it: a pipeline's last backward of a step.
-        """
-        previous = self.sync, self.reductions.waits
-        self.sync, self.reductions.waits = reduce, self.reductions.waits and not reduce
-        self.account.holds()
-        try:
-            yield
-        finally:
-            self.sync, self.reductions.waits = previous
-
-    @torch.no_grad()
-    def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add a pipeline's (compute parameter, local gradient) pairs, made without autograd's hooks, to the sums held back."""
-        self._before_gradients()
-        self.account.holds()
-        given = {id(param): grad for param, grad in gradients}
-        for group in self.groups:
-            for index, param in enumerate(group.compute):
-                if id(param) in given:
-                    self.reductions.take(group, index, given[id(param)], False)
-                    self.account.came()
-        self.account.ending()
-        self.account.backwards += 1
-
-    def begin_reductions(self) -> None:
-        """Start to reduce a pipeline's sums at the end of a step; `flush`, called on all ranks, waits for the reductions."""
-        for unit in reversed(self.units):  # about the order in which backward would have completed them
-            if any(group.gradients.holds for group in unit.trainable):
-                self.reductions.complete(unit)
 
     # -- the rest --------------------------------------------------------------------------------------------
 
