@@ -280,7 +280,7 @@ GOALS = {
 BOUNDS: dict[str, float] = {
     "lines of src/zeroshard and benchmarks": 70_400,
     "lines of ring 0 (engine/)": 8_900,
-    "lines of ring 1": 12_100,
+    "lines of ring 1": 12_200,
     "imports that leave ring 0": 0,
     "imports from ring 1 to ring 2": 0,
     "imports between rooms of ring 1": 0,

@@ -201,6 +201,7 @@ class ShardedOptimizer:
             self.param_groups.pop()  # type: ignore[attr-defined]
             raise
         core.take_group(whole_parameters(plain))
+        core.runtime.optimizers.sort()
         core.agree = functools.partial(agree, core)
 
 

@@ -372,7 +372,7 @@ def _write(engine: Engine, file: SafetensorsFile, listing: _Listing) -> None:
 @torch.no_grad()
 def _ranges(engine: Engine, file: SafetensorsFile, listing: _Listing) -> Iterator[Range]:
     """Yield the ranges of the file that this rank writes; rank 0 writes the header."""
-    engine.wait_at_rest()
+    engine.states.wait()
     if engine.world.rank == 0:
         yield 0, file.header
     for name, source in listing.sources:

@@ -149,7 +149,6 @@ class OptimizerCore:
         self.inner.param_groups.append({**self.outer.param_groups[-1], "params": []})
         self.maker.alone = alone
         self._take_groups()
-        self.runtime.optimizers.sort()
 
     @property
     def place(self) -> int:

@@ -136,13 +136,6 @@ class Runtime:
         """False while zs.shard builds the units, and after it has failed."""
         return bool(self.units) or self.closed
 
-    def check_model(self) -> None:
-        """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
-        gathered = any(unit.pinned for unit in self.units)
-        self.model_watch.check(gathered, thoroughly=True)
-        for unit in () if gathered else self.units:
-            unit.entries.check_unchanged(in_use=True)
-
     @property
     def in_backward(self) -> bool:
         """True from the first gradient of a backward to its end; after a failed backward, until `recover` clears it."""

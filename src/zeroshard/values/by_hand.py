@@ -1,4 +1,4 @@
-"""What a program does by hand, and forwards and backwards do by themselves else: gather units (FSDP2's `unshard` and `reshard`), and sum
+"""Work that forwards and backwards do by themselves, done by hand: gather units (FSDP2's `unshard` and `reshard`), and sum
 and reduce gradients (pipelines, zs.accumulate)."""
 
 from __future__ import annotations
