@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .assembly.auto_stage import choose, is_auto
-from .assembly.late_optimizer import watch
+from .assembly.late_optimizer import AllOptimizers, watch
 from .assembly.sharded_optimizer import ShardedOptimizer, shard_optimizer
 from .axes import distributed
 from .axes.along_axis import check_axes, connect
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
     from .config import ShardOptions
 
-_WATCHES = Watches(ValueWatch, AttendanceRecord, tell)
+_WATCHES = Watches(ValueWatch, AttendanceRecord, tell, AllOptimizers)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -256,7 +256,7 @@ def _shard(
     if weights is not None:  # last: the initialisation of a buffer may have written its module's parameters
         streaming.stream(engine, engine.slices("value"), found, stored)
     if optimizer is not None:
-        runtime.add_optimizer(shard_optimizer(optimizer, runtime))
+        runtime.optimizers.add(shard_optimizer(optimizer, runtime))
     watch()
 
 
@@ -339,7 +339,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     If the norm is not finite, gradients are not changed. A program may repair them before the step, so the step computes the norm
     again, and clips as was asked here, or is skipped.
     """
-    core = runtime_of(model).cores[0]
+    core = runtime_of(model).optimizers.cores[0]
     return torch.tensor(core.clip(_at_least_0("max_norm", max_norm)))
 
 
@@ -437,14 +437,14 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
         every_rank: return the state dict on every rank; each rank then holds all states.
     """
     runtime, states = runtime_of(model), {}
-    cores = runtime.cores
+    cores = runtime.optimizers.cores
     if len(cores) > 1 or any(cores[0].outside):
         raise ConfigError(
             "zs.full_optimizer_state_dict: the model has several optimizers, or one that also steps parameters beside the model, and so no "
             "state dict of its own. Take zs.full_optimizer_state(model), which has the states by the parameters' names."
         )
     outer = cores[0].outer
-    wanted = every_rank or runtime.topology.world.rank == runtime.topology.stages[runtime.topology.stage][0]
+    wanted = every_rank or runtime.topology.leads
     for _, param, found in _whole_optimizer_states(model, "zs.full_optimizer_state_dict"):
         if wanted and found:  # copies: torch advances `step` in place, and parameters may share that tensor
             states[id(param)] = {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in found.items()}
@@ -457,7 +457,7 @@ def _whole_optimizer_states(model: nn.Module, verb: str) -> Iterator[tuple[Param
     """Yield each trained parameter with its whole optimizer states (collective)."""
     runtime = runtime_of(model)
     begin(runtime, verb)
-    states = {param: each for core in runtime.cores for param, each in state_by_param(core).items()}
+    states = {param: each for core in runtime.optimizers.cores for param, each in state_by_param(core).items()}
     for group, index, spec in ((g, i, s) for g in runtime.groups if g.trainable for i, s in enumerate(g.specs)):
         found = whole_states(group, index, states.get(group.params[index], {}))
         for name, value in found.items():

@@ -5,7 +5,7 @@ engine = engine_of(model)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -55,7 +55,6 @@ from .engine.saved_parameters import SavedParameters
 from .engine.sizes import BUFFERS, Group, rests_away
 from .engine.topology import Parts, Topology, needed
 from .engine.user_hooks import ONE_OPTIMIZER, other_optimizers
-from .errors import ConfigError, ZeroshardError
 from .guard import telling
 from .guard.uneven import Batch, Together, joining
 from .packing.codecs import Codec
@@ -63,7 +62,7 @@ from .policies import LARGE_FRACTION, ROOT, collect, find_blocks, partition
 from .reports.snapshot import Snapshot, snapshot_of
 from .state.parameter_info import ParameterInfo, info_of, memory_of
 from .state.slices import NamedPart, StateSlice, loaded, slices_of
-from .state.state_loading import Restoring, Restorings, SavedState
+from .state.state_loading import Optimizers, StatesAtRest, kind_of
 from .state.tied_copy import TiedCopy
 from .tensor.attributes import NOT_SHARDED, stays_whole
 from .tensor.chunks import Box, boxes_of, overlap
@@ -77,12 +76,15 @@ from .utils.registry import Registered
 from .utils.work import OVER, Work
 from .values import take_interface
 from .values.averages import Averages
+from .values.by_hand import HeldGradients, ModuleUnits
 from .values.init_context import generators_of_rank_0
-from .values.module_units import ModuleUnits
 
 __all__ = [  # noqa: RUF022  # by subject
     # a sharded model
-    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "TiedCopy", "FIRST_USE", "abort_peers", "ally", "engine_behind", "engine_of", "find_engine", "info_of", "kind_of", "loaded", "memory_of", "masters_shown",
+    "Engine", "NamedPart", "ParamSpec", "ParameterInfo", "Snapshot", "StateSlice", "FIRST_USE", "abort_peers", "ally", "engine_behind",
+    "engine_of", "find_engine", "info_of", "loaded", "memory_of", "masters_shown",
+    # objects that an engine returns, each for one kind of work
+    "HeldGradients", "ModuleUnits", "StatesAtRest", "TiedCopy",
     # what bytes are held for, and who is told of them
     "AVERAGES", "GATHERED", "GRADIENTS", "MASTERS", "OF_ACTIVATIONS", "OPTIMIZER", "PARAMETERS", "PARTIAL", "RESIDUALS",
     "SECONDARY", "STAGING", "Ledger", "Observer", "Traffic", "listener", "making",
@@ -96,7 +98,7 @@ __all__ = [  # noqa: RUF022  # by subject
     # tensors of which a rank holds a slice, and parts of larger ones
     "Box", "NOT_SHARDED", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "Shown", "StateColumn", "boxes_of", "overlap", "stays_whole",
     # optimizers
-    "ONE_OPTIMIZER", "Optimizers", "Options", "State", "inner_copy", "other_optimizers",
+    "ONE_OPTIMIZER", "Optimizers", "Options", "State", "inner_copy", "kind_of", "other_optimizers",
     # how a model is laid out, for formulas
     "ALIGNMENT", "BUFFERS", "GPU_CHUNK_NUMEL", "Group", "LARGE_FRACTION", "RECEIVED_NBYTES", "ROOT", "collect", "find_blocks",
     "most_gathered", "partition", "rests_away", "round_up",
@@ -106,6 +108,7 @@ __all__ = [  # noqa: RUF022  # by subject
 class Engine:
     """A sharded model as other parts of the package, and programs, see it; `engine_of(model)` returns it.
 
+    In this order: the model, its ranks, what they hold, units, states, the optimizer and its step, gradients, uneven data, the rest.
     The rank's own thread uses it, outside of forwards and backwards of the model unless a method says otherwise.
     """
 
@@ -125,21 +128,6 @@ class Engine:
         return self._runtime.config
 
     @property
-    def ranks(self) -> DirectComm:
-        """The Comm of the data-parallel ranks, which train the same part of the model on other data. All of them call its methods."""
-        return self._runtime.comm
-
-    @property
-    def world(self) -> DirectComm:
-        """The Comm of all ranks that train the model, on whatever part of it."""
-        return self._runtime.topology.world
-
-    @property
-    def stages(self) -> int:
-        """Number of pipeline stages; ranks of different stages have different modules."""
-        return len(self._runtime.topology.stages)
-
-    @property
     def closed(self) -> bool:
         """True after zs.close."""
         return self._runtime.closed
@@ -150,74 +138,14 @@ class Engine:
         return self._runtime.input_dtype
 
     @property
-    def stage(self) -> int:
-        """Number of this rank's pipeline stage."""
-        return self._runtime.topology.stage
-
-    @property
-    def stage_ranks(self) -> Parts:
-        """The ranks of each pipeline stage, as ranks of `world`."""
-        return self._runtime.topology.stages
-
-    @property
-    def leads(self) -> bool:
-        """True on the first rank of this rank's stage, which writes or says what is said once for the stage's model."""
-        return self.world.rank == self.stage_ranks[self.stage][0]
-
-    @property
-    def mesh(self) -> dict[str, Parts] | None:
-        """The ranks of each place ("places") and of each stage ("stages") in plain values; None where no model axis cuts the model."""
-        return self._runtime.topology.mesh
-
-    @property
-    def divided(self) -> bool:
-        """True if a rank has only a part of the model: a stage, layers cut by tensor parallelism, some of the experts."""
-        return len(self._runtime.topology.places) > 1
-
-    @property
-    def exchanges_tokens(self) -> bool:
-        """True if each forward needs all ranks, since they exchange tokens with experts along an axis that cuts the batch."""
-        return self._runtime.topology.divided is not None
-
-    @property
-    def ledger(self) -> Ledger:
-        """The record of the bytes that this rank holds, sends and moves."""
-        return self._runtime.tiers.ledger
-
-    @property
     def separate(self) -> bool:
         """True if the device has memory of its own, so that host and device are two tiers."""
         return self._runtime.tiers.separate
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The model's sharded optimizer, if it has one; an optimizer made since zs.shard is taken over now. Raise ConfigError for a
-        model with several: `optimizers` has them."""
-        return self._runtime.optimizer
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """All sharded optimizers of the model, in the order of their first parameters."""
-        return list(self._runtime.optimizers)
-
-    @property
-    def progress(self) -> Progress:
-        """The number of steps, and the loss scale with its rule (`scaler`, None unless precision is fp16), which checkpoints store."""
-        return self._runtime.progress
-
-    @property
-    def saver(self) -> Any:
-        """The object that saves in the background, or None: writes to states call its `await_copy()`, zs.close its `close()`."""
-        return self._runtime.gate.saver
-
-    @saver.setter
-    def saver(self, saver: Any) -> None:
-        self._runtime.gate.saver = saver
-
-    @property
     def replicated(self) -> bool:
         """True if every rank steps all of the parameters: stage 0. The model must have an optimizer."""
-        return self._runtime.cores[0].replicated
+        return self._runtime.optimizers.cores[0].replicated
 
     @property
     def gathers(self) -> bool:
@@ -229,6 +157,25 @@ class Engine:
         """The weight of the backward that runs (`zs.backward`); None if it has none."""
         return self._runtime.account.weighing
 
+    @property
+    def ranks(self) -> DirectComm:
+        """The Comm of the data-parallel ranks, which train the same part of the model on other data. All of them call its methods."""
+        return self._runtime.comm
+
+    @property
+    def world(self) -> DirectComm:
+        """The Comm of all ranks that train the model, on whatever part of it."""
+        return self._runtime.topology.world
+
+    @property
+    def comms(self) -> Topology:
+        """All Comms of the model, and which ranks have which part of it: places, pipeline stages, this rank's own. Only read it."""
+        return self._runtime.topology
+
+    def line(self, axis: str, ranks: Parts) -> Line:
+        """Open the line of an axis that this rank is in (collective). ranks: those of the mesh along each line of it."""
+        return Line(self._runtime, axis, ranks)
+
     def snapshot(self) -> Snapshot:
         """Return what this rank holds, in bytes, what it has sent and moved so far, and what formulas need (not collective).
 
@@ -236,14 +183,31 @@ class Engine:
         """
         return snapshot_of(self._runtime)
 
-    def computed_parameters(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return each sharded parameter with the tensor that stands in its place while it is gathered."""
-        groups = [group for group in self._runtime.groups if group.values.sharded]
-        return [pair for group in groups for pair in zip(group.params, group.compute, strict=True)]
+    @property
+    def ledger(self) -> Ledger:
+        """The record of the bytes that this rank holds, sends and moves."""
+        return self._runtime.tiers.ledger
+
+    def observe(self, observer: Observer) -> RemovableHandle:
+        """Tell an observer of each allocation, collective and copy of this rank from now on, until `remove()` of the handle."""
+        return self._runtime.tiers.ledger.observe(observer)
+
+    def note(self, text: str) -> None:
+        """Add a line to the notes of `zs.report`, once."""
+        self._runtime.schedule.note(text)
 
     def units(self, modules: Collection[nn.Module]) -> ModuleUnits:
         """Return the units that forwards of these modules gather, to gather and release them by hand."""
         return ModuleUnits(self._runtime, modules)
+
+    def modules_of_units(self) -> list[tuple[str, list[nn.Module]]]:
+        """Return the name of each unit, and the modules whose forwards gather it."""
+        return [(unit.name, list(unit.modules)) for unit in self._runtime.units]
+
+    def computed_parameters(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return each sharded parameter with the tensor that stands in its place while it is gathered."""
+        groups = [group for group in self._runtime.groups if group.values.sharded]
+        return [pair for group in groups for pair in zip(group.params, group.compute, strict=True)]
 
     def show(self, shown: Shown) -> None:
         """Let sharded parameters show a DeviceMesh and placements, as DTensors do, and be read by any operation (collective)."""
@@ -252,15 +216,6 @@ class Engine:
     def draw_alike(self) -> None:
         """Let draws in place on sharded parameters be from rank 0's default generator; they are collective then."""
         self._runtime.drawing = lambda: generators_of_rank_0(self.world, "draws of parameters", in_turn=True)
-
-    def recover(self) -> None:
-        """Clear what a forward or backward that raised has left on this rank, and drop the gradients."""
-        self._runtime.recover()
-        self._runtime.zero_grad()
-
-    def modules_of_units(self) -> list[tuple[str, list[nn.Module]]]:
-        """Return the name of each unit, and the modules whose forwards gather it."""
-        return [(unit.name, list(unit.modules)) for unit in self._runtime.units]
 
     def slices(self, *kinds: str) -> list[StateSlice]:
         """Return this rank's slices of the model's states, by name; not collective, and it waits for nothing.
@@ -277,6 +232,20 @@ class Engine:
         """
         return slices_of(self._runtime, kinds)
 
+    @property
+    def states(self) -> StatesAtRest:
+        """The states of the model for who saves and loads them: waits, checks, and the loads of optimizers' states."""
+        return StatesAtRest(self._runtime)
+
+    @property
+    def saver(self) -> Any:
+        """The object that saves in the background, or None: writes to states call its `await_copy()`, zs.close its `close()`."""
+        return self._runtime.gate.saver
+
+    @saver.setter
+    def saver(self, saver: Any) -> None:
+        self._runtime.gate.saver = saver
+
     def begin(self, verb: str, *also: str, note: bool = True) -> None:
         """Raise unless the model is as a public function needs it. verb: its name, as in the table of docs/reference/errors.md.
 
@@ -284,151 +253,88 @@ class Engine:
         """
         verbs.begin(self._runtime, verb, *also, note=note)
 
-    def mark_unusable(self, why: ZeroshardError | None) -> None:
-        """Let each use of the model raise an error such as that of a load that failed half-way; None lets it be used again."""
-        self._runtime.gate.unusable = why
-
-    def check_model(self) -> None:
-        """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
-        self._runtime.check_model()
-
-    def expected_optimizer(self) -> str:
-        """Return what to say where the model's optimizer is needed, and there is none."""
-        return self._runtime.expected_optimizer()
-
-    def given_optimizer(
-        self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, verb: str
-    ) -> Optimizers | None:
-        """Return the model's optimizer, or all of several as one, as a caller gave them to `verb`: one, a list of all, or None.
-
-        Raise ConfigError if what was given are not the model's.
-        """
-        if given is None:
-            return None
-        optimizers, listed = self.optimizers, list(given) if isinstance(given, (list, tuple)) else [given]
-        if not listed or set(map(id, listed)) != set(map(id, optimizers)):
-            for each in set(self._runtime.free()).intersection(listed) if optimizers else ():
-                each.take_over()  # raises the reason why it is none of the model's
-            why = "" if optimizers else f" {self._runtime.expected_optimizer()}"
-            if len(optimizers) > 1:
-                names = ", ".join(type(each).__name__ for each in optimizers)
-                why = f" This model is stepped by several: give a list of all ({names})."
-            raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.{why}")
-        if any(any(optimizer.core.outside) for optimizer in self._runtime.optimizers):
-            raise ConfigError(
-                f"{verb}: optimizer: it also steps parameters that are not the model's, which have no names in a checkpoint of it. Give these "
-                "an optimizer of their own, and save them and its state_dict() by `extra`."
-            )
-        return optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
-
-    def agree_on_values(self) -> None:
-        """Raise ModelMismatch on every rank if data-parallel ranks have written different values to a parameter (collective)."""
-        self._runtime.values.agree()
-
-    def flush(self) -> None:
-        """Reduce the gradients that were summed locally (collective)."""
-        self._runtime.flush()
-
-    def hold_gradients(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add (whole parameter, its local gradient) pairs that were computed without autograd's hooks, and hold them back."""
-        self._runtime.hold(gradients)
-
-    def begin_reductions(self) -> None:
-        """Start to reduce all gradients that are held back; `flush`, called on all ranks, waits for the reductions."""
-        self._runtime.begin_reductions()
-
-    def holding_gradients(self, reduce: bool) -> AbstractContextManager[None]:
-        """Context of a backward whose gradients are held back and summed. reduce: start to reduce the sums at its end."""
-        return self._runtime.holding(reduce)
-
-    def tied_copy(self, param: nn.Parameter, counted: bool) -> TiedCopy:
-        """Return access to a parameter of which other stages hold a copy. counted: norms count this one."""
-        return TiedCopy(self._runtime, param, counted)
-
-    def refuse_ended(self, verb: str) -> None:
-        """Raise ZeroshardError if the data of some rank has ended (`zs.join`), so that it can not take part in `verb`."""
-        self._runtime.attendance.refuse(verb)
-
-    def wait_at_rest(self) -> None:
-        """Wait until masters and optimizer states are at rest, and nobody reads or writes them; clear a failed backward."""
-        self._runtime.gate.wait()
-
-    def finish_updates(self) -> None:
-        """Take a delayed update's step now; copy what the program has written to parameters into their masters."""
-        if self._runtime.gate.delayed is not None:
-            self._drain()
-        self._runtime.gate.refresh(self._runtime.groups)
-
-    def replace_all(self, stepped: bool) -> None:
-        """Prepare for a write to all states: drop gradients, and copies and residuals of the old values. stepped: the optimizer's, too."""
-        if stepped:
-            self._drain()  # a pending delayed update would overwrite the new masters
-        self._runtime.gate.before(*self._runtime.units)  # masters that the host's step has read ahead would undo the write
-        self._runtime.zero_grad()
-        self._runtime.topology.forget()
-
-    def _drain(self) -> None:
-        for core in self._runtime.cores:
-            core.drain()
-
-    def restoring(self, states: dict[int, SavedState]) -> Restorings:
-        """Return the object that loads the optimizers' states. states: id of a parameter -> its state."""
-        return Restorings([Restoring(core, states) for core in self._runtime.cores])
-
-    def zero_grad(self) -> None:
-        """Drop the model's gradients."""
-        self._runtime.zero_grad()
-
-    def publish(self) -> None:
-        """Send replicated parameters that each rank steps a slice of to all ranks, as every step does at its end (collective)."""
-        self._runtime.cores[0].publish([group for group in self._runtime.groups if group.trainable])
-
-    def rehearse_step(self, accumulate: int = 1) -> Rehearsal:
-        """Return a rehearsal of the longest run that the host steps, on zeros of its own. accumulate: backwards of a step."""
-        return rehearsal(self._runtime.core, accumulate)
-
-    def copy_rates(self) -> tuple[float, float]:
-        """Measure the bytes per second from the device to pinned host memory and back."""
-        return copy_rates(self._runtime.tiers)
-
-    def averages(self) -> Averages:
-        """Return averages of the trained parameters, which begin as copies of them, on the tier of the optimizer's states."""
-        return Averages(self._runtime)
-
-    def after_step(self, function: Callable[[], object]) -> RemovableHandle:
-        """Call a function after each step of the optimizer that was not skipped, until `remove()` of what is returned."""
-        functions = self._runtime.core.after_step
-        handle = RemovableHandle(functions)
-        functions[handle.id] = function
-        return handle
-
     def staging_pool(self, nbytes: int) -> BufferPool:
         """Return a pool, still empty, of host buffers of so many bytes each, counted in this model's ledger."""
         return BufferPool(self.ledger, 0, nbytes, self._runtime.tiers.host_buffer, Tier.HOST)
-
-    def read_ahead(self) -> None:
-        """Go on to read the next step's states from disk, as forwards and backwards do."""
-        self._runtime.gate.read_ahead()
-
-    def abandon(self) -> None:
-        """Remove this run's files and buffers without reading anything back: the model can not be used any more."""
-        self._runtime.tiers.close()
 
     def beside_comm(self) -> AbstractContextManager[None]:
         """Context in which a second thread, or code that may not communicate, reads tiers: failures are raised in it alone."""
         return self._runtime.tiers.beside_comm()
 
-    def observe(self, observer: Observer) -> RemovableHandle:
-        """Tell an observer of each allocation, collective and copy of this rank from now on, until `remove()` of the handle."""
-        return self._runtime.tiers.ledger.observe(observer)
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The model's sharded optimizer, if it has one; an optimizer made since zs.shard is taken over now. Raise ConfigError for a
+        model with several: `optimizers` has them."""
+        return self._runtime.optimizers.one
 
-    def note(self, text: str) -> None:
-        """Add a line to the notes of `zs.report`, once."""
-        self._runtime.schedule.note(text)
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All sharded optimizers of the model, in the order of their first parameters."""
+        return list(self._runtime.optimizers)
 
-    def line(self, axis: str, ranks: Parts) -> Line:
-        """Open the line of an axis that this rank is in (collective). ranks: those of the mesh along each line of it."""
-        return Line(self._runtime, axis, ranks)
+    def expected_optimizer(self) -> str:
+        """Return what to say where the model's optimizer is needed, and there is none."""
+        return self._runtime.optimizers.expected()
+
+    @property
+    def progress(self) -> Progress:
+        """The number of steps, and the loss scale with its rule (`scaler`, None unless precision is fp16), which checkpoints store."""
+        return self._runtime.progress
+
+    def after_step(self, function: Callable[[], object]) -> RemovableHandle:
+        """Call a function after each step of the optimizer that was not skipped, until `remove()` of what is returned."""
+        functions = self._runtime.optimizers.core.after_step
+        handle = RemovableHandle(functions)
+        functions[handle.id] = function
+        return handle
+
+    def averages(self) -> Averages:
+        """Return averages of the trained parameters, which begin as copies of them, on the tier of the optimizer's states."""
+        return Averages(self._runtime)
+
+    def publish(self) -> None:
+        """Send replicated parameters that each rank steps a slice of to all ranks, as every step does at its end (collective)."""
+        self._runtime.optimizers.cores[0].publish([group for group in self._runtime.groups if group.trainable])
+
+    def rehearse_step(self, accumulate: int = 1) -> Rehearsal:
+        """Return a rehearsal of the longest run that the host steps, on zeros of its own. accumulate: backwards of a step."""
+        return rehearsal(self._runtime.optimizers.core, accumulate)
+
+    def copy_rates(self) -> tuple[float, float]:
+        """Measure the bytes per second from the device to pinned host memory and back."""
+        return copy_rates(self._runtime.tiers)
+
+    def read_ahead(self) -> None:
+        """Go on to read the next step's states from disk, as forwards and backwards do."""
+        self._runtime.gate.read_ahead()
+
+    @property
+    def held_gradients(self) -> HeldGradients:
+        """The gradients that backwards, or a pipeline by hand, sum on this rank before they are reduced."""
+        return HeldGradients(self._runtime)
+
+    def flush(self) -> None:
+        """Reduce the gradients that were summed locally (collective)."""
+        self._runtime.flush()
+
+    def unused_parameters(self) -> list[str]:
+        """Reduce the gradients that were summed locally; return the names of trained parameters without one (collective)."""
+        self._runtime.flush()
+        trained = [group for group in self._runtime.groups if group.trainable]
+        return [spec.name for group in trained for spec, active in zip(group.specs, group.active, strict=True) if not active]
+
+    def zero_grad(self) -> None:
+        """Drop the model's gradients."""
+        self._runtime.zero_grad()
+
+    def recover(self) -> None:
+        """Clear what a forward or backward that raised has left on this rank, and drop the gradients."""
+        self._runtime.recover()
+        self._runtime.zero_grad()
+
+    def tied_copy(self, param: nn.Parameter, counted: bool) -> TiedCopy:
+        """Return access to a parameter of which other stages hold a copy. counted: norms count this one."""
+        return TiedCopy(self._runtime, param, counted)
 
     def joining(self) -> AbstractContextManager[None]:
         """Run a training loop inside, then take part in the other ranks' loops until all have ended (collective; see `zs.join`)."""
@@ -437,6 +343,10 @@ class Engine:
     def stopping_together(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """Return an iterable over a loader that ends on every rank with the shortest loader (see `zs.stop_together`)."""
         return Together(self._runtime, loader)
+
+    def refuse_ended(self, verb: str) -> None:
+        """Raise ZeroshardError if the data of some rank has ended (`zs.join`), so that it can not take part in `verb`."""
+        self._runtime.attendance.refuse(verb)
 
     def telling(self, what: str) -> AbstractContextManager[None]:
         """Context in which an error of no memory is replaced by one that says what was held, `what` ran, and what helps."""
@@ -450,26 +360,9 @@ class Engine:
         """Let `zs.close` remove hooks as well; a handle is any object with a method `remove`."""
         self._runtime.handles += handles
 
-    def unused_parameters(self) -> list[str]:
-        """Reduce the gradients that were summed locally; return the names of trained parameters without one (collective)."""
-        self._runtime.flush()
-        trained = [group for group in self._runtime.groups if group.trainable]
-        return [spec.name for group in trained for spec, active in zip(group.specs, group.active, strict=True) if not active]
-
-
-class SeveralOptimizers:
-    """Several optimizers of one model, as a checkpoint sees one: their groups, one after another."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[Options]:
-        """The groups of all, in the order of the optimizers' first parameters."""
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-
-Optimizers = torch.optim.Optimizer | SeveralOptimizers  # what a checkpoint saves or loads
+    def abandon(self) -> None:
+        """Remove this run's files and buffers without reading anything back: the model can not be used any more."""
+        self._runtime.tiers.close()
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -483,12 +376,6 @@ def engine_of(model: nn.Module) -> Engine:
 def engine_behind(optimizer: Any) -> Engine:
     """Return the engine of the model that a sharded optimizer steps; AttributeError for another optimizer."""
     return Engine(optimizer.core.runtime)
-
-
-def kind_of(optimizer: Optimizers) -> str:
-    """Return the name of an optimizer's class, as checkpoints keep it; of several joined by "+"."""
-    several = optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else [optimizer]
-    return "+".join(type(each).__name__.removeprefix("Sharded") for each in several)
 
 
 def find_engine(model: nn.Module) -> Engine | None:

@@ -89,7 +89,7 @@ def test_b22_what_is_checked_for_is_what_the_swap_files_take(name, tmp_path, mon
         tiers = runtime_of(model).tiers
         (folder,) = tiers._folders.values()
         runtime_of(model).gate.before()  # a delayed step is over, and what was read ahead dropped
-        runtime_of(model).optimizer.core.host.pool.drain()
+        runtime_of(model).optimizers.core.host.pool.drain()
         for file in folder.swap.files.values():
             os.fsync(file.fd)
         taken = sum(os.stat(file.path).st_blocks * 512 for file in folder.swap.files.values())

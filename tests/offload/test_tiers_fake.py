@@ -83,7 +83,7 @@ def sizes(runtime: Runtime) -> tuple[int, int, int]:
     """(Psi, S, R), padding included."""
     whole = sum(group.layout.numel for group in runtime.groups)
     shard = sum(group.layout.shard_numel for group in runtime.groups)
-    return whole, shard, sum(run.numel for runs in runtime.optimizer.core.runs for run in runs)
+    return whole, shard, sum(run.numel for runs in runtime.optimizers.core.runs for run in runs)
 
 
 ROWS = [

@@ -244,7 +244,7 @@ def go_on(rank: int, number: int, model: nn.Module, optimizer: torch.optim.Optim
     optimizer.step()
     assert all(param.grad is None for param in model.parameters()), "gradients belong to the thread"
     optimizer.zero_grad()
-    assert runtime_of(model).optimizer.core.delayed.running
+    assert runtime_of(model).optimizers.core.delayed.running
 
 
 def expected_after(updates: int) -> Outcome:
@@ -262,7 +262,7 @@ def test_whoever_reads_masters_and_states_waits_for_the_thread(stage, place, dis
     def rank_run(rank: int) -> tuple:
         model, optimizer = begin(rank, updates, stage=stage, **tiers(disk, *PLACES[place]))
         used = zs.full_state_dict(model)  # what the next forward computes with: it is not waited for
-        assert runtime_of(model).optimizer.core.delayed.running
+        assert runtime_of(model).optimizers.core.delayed.running
         masters = zs.full_state_dict(model, masters=True)
         go_on(rank, updates, model, optimizer)
         states = zs.full_optimizer_state(model)
@@ -338,7 +338,7 @@ def test_an_error_in_the_thread_is_raised_by_the_next_step_and_by_all_that_follo
     def rank_run(rank: int) -> tuple[int, str]:
         model = copy.deepcopy(MODEL)
         model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3, delayed_update=0, **tiers(disk, optimizer="cpu"))
-        host = runtime_of(model).optimizer.core.host
+        host = runtime_of(model).optimizers.core.host
         host.comm_rank, host.slabs = rank, 0
         for number in range(4):
             try:

@@ -343,7 +343,7 @@ def test_of_an_optimizer_that_holds_another_the_inner_one_is_taken():
     def rank_run(rank):
         model, optimizer = sharded(3, functools.partial(Sharpness, lr=0.1))
         loop(model, optimizer, lambda number: [DATA[number][0][rank]])
-        assert runtime_of(model).optimizer is optimizer.base
+        assert runtime_of(model).optimizers.one is optimizer.base
         return zs.full_state_dict(model)
 
     plain = copy.deepcopy(MODEL)
@@ -624,7 +624,7 @@ def test_a_failure_on_the_way_leaves_a_late_optimizer(stage, monkeypatch):
         with pytest.raises(MemoryError):
             optimizer.step()
         optimizer.step()
-        assert runtime_of(model).sharded_optimizers == [optimizer] and not optimizer.last_step.skipped
+        assert runtime_of(model).optimizers.sharded == [optimizer] and not optimizer.last_step.skipped
 
     run_threads(2, run)
 
@@ -646,7 +646,7 @@ def test_an_optimizer_that_is_garbage_does_not_count(ranks):
         trainer = Trainer(model)
         model(torch.ones(2, 8)).square().mean().backward()
         zs.clip_grad_norm_(model, 1.0)
-        assert zs.ema(model).updates == 0 and runtime_of(model).optimizer is trainer.optimizer
+        assert zs.ema(model).updates == 0 and runtime_of(model).optimizers.one is trainer.optimizer
         trainer.optimizer.step()
 
     gc.collect()
@@ -671,7 +671,7 @@ def test_what_replaces_an_optimizer_is_told_and_works():
         assert one.state  # as it was
         del one, scheduler
         stepped(model, two)
-        assert runtime_of(model).optimizers == [two] and average.updates == 1
+        assert list(runtime_of(model).optimizers) == [two] and average.updates == 1
         assert all(two.state[param]["step"] == 1 for param in params)
 
     run_threads(2, run)

@@ -35,7 +35,7 @@ def trained(rank: int, both: list[bool], options: dict, make_optimizer=adamw) ->
     """Weights after a step for each of `both`, and the bytes of the step's buffers after each."""
     model = copy.deepcopy(MODEL)
     model, optimizer = zs.shard(model, make_optimizer(model.parameters()), **options)
-    core, sizes = runtime_of(model).optimizer.core, []
+    core, sizes = runtime_of(model).optimizers.core, []
     for step, used in enumerate(both):
         model(DATA[rank, step], used).backward()
         optimizer.step()

@@ -55,7 +55,7 @@ def step(model, optimizer, number, place=0, places=1):
 
 def whole(model, optimizer=None):
     """Everything that training goes on with, as exact as it is held."""
-    states = zs.full_optimizer_state(model) if runtime_of(model).optimizer is not None else {}
+    states = zs.full_optimizer_state(model) if runtime_of(model).optimizers.one is not None else {}
     flat = {f"{name}.{key}": torch.as_tensor(value) for name, entries in states.items() for key, value in entries.items()}
     return {**zs.full_state_dict(model, masters=True), **flat}
 

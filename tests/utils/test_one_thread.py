@@ -206,7 +206,7 @@ def test_the_ranks_thread_does_not_come_into_a_delayed_step(monkeypatch):
         optimizer.step()
         assert inside.wait(20)
         model(torch.ones(2, 64)).sum().backward()  # reads ahead on its way
-        core = runtime_of(model).optimizer.core
+        core = runtime_of(model).optimizers.core
         runtime_of(model).gate.read_ahead()
         for call in (core.host.read_ahead, core.host.drop_ahead, core.host.give_back, core.host.pool.drain, core.host.close):
             with pytest.raises(zs.ThreadsMet, match="while thread 'zeroshard-delayed-step' was inside"):

@@ -3,12 +3,16 @@
 Stages and parts of a model, which need process groups, are asked for in integrations/test_deepspeed_axes.py.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from zoo import Stack, run_threads, seeded
 
 import zeroshard as zs
+from zeroshard import seam
 from zeroshard.seam import engine_behind, engine_of
 
 
@@ -35,9 +39,9 @@ def test_ranks_of_a_model_that_no_axis_divides(stage, mesh):
         engine = engine_of(model)
         assert engine.model is model and engine_behind(optimizer).model is model
         assert (engine.ranks.rank, engine.ranks.world_size, engine.world.rank, engine.world.world_size) == (rank, 2, rank, 2)
-        return engine.stages, engine.divided
+        return engine.comms.stages, engine.comms.mesh
 
-    assert run_threads(2, run) == [(1, False)] * 2
+    assert run_threads(2, run) == [([[0, 1]], None)] * 2
 
 
 @pytest.mark.parametrize(
@@ -46,8 +50,8 @@ def test_ranks_of_a_model_that_no_axis_divides(stage, mesh):
         lambda engine: engine.replicated,
         lambda engine: engine.publish(),
         lambda engine: engine.rehearse_step(),
-        lambda engine: engine.restoring({}),
-        lambda engine: engine.replace_all(stepped=True),
+        lambda engine: engine.states.restoring({}),
+        lambda engine: engine.states.replace_all(stepped=True),
         lambda engine: engine.after_step(print),
     ],
     ids=["replicated", "publish", "rehearse_step", "restoring", "replace_all", "after_step"],
@@ -90,6 +94,14 @@ def test_parameters_that_no_rank_has_used(stage, frozen, held):
     assert run_threads(2, run, [0, 0]) == [[] if frozen else second] * 2
     if not frozen:
         assert run_threads(2, run, [0, 1]) == [[], []]
+
+
+def test_the_page_names_each_word_of_the_seam_and_each_method_of_an_engine_once():
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "extend.md").read_text()
+    words, _, methods = page.partition("| words | what they are |")[2].partition("| methods and properties of `Engine` |")
+    for table, names in ((words, seam.__all__), (methods, [name for name in vars(seam.Engine) if not name.startswith("_")])):
+        told = [word for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for word in re.findall(r"`(\w+)`", row)]
+        assert sorted(told) == sorted(names)
 
 
 def test_what_has_no_engine():

@@ -16,6 +16,8 @@ from __future__ import annotations
 import copyreg
 import functools
 import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..engine.inner_optimizer import members_of
 from ..engine.optimizer import OptimizerCore, Tally
+from ..engine.runtime import Runtime
+from ..engine.watch import ModelOptimizers
 from ..errors import ConfigError, ModelClosed
 from ..optim.take_over import TakeOver
 from ..optim.validation import held_optimizers
 from ..utils.autograd import in_backward
+from ..utils.garbage import collect_garbage
 from .lr_schedulers import respect_skipped_steps
 from .sharded_optimizer import GIVE, OfShardedModel, agree, derived, homes_of, runtimes_of, shard_optimizer, suit
 
@@ -70,7 +75,7 @@ class LateOptimizer(_Optimizer):
     def give_back(self) -> None:
         """Give the object the class back that the program has called. It is no sharded model's any more."""
         for runtime in runtimes_of(self.param_groups):
-            runtime.awaiting.discard(self)
+            all_optimizers(runtime).waiting.discard(self)
         _given_back.add(self)
         self.__dict__.pop("tally", None)
         self.__class__ = type(self).__bases__[1]
@@ -96,7 +101,7 @@ class LateOptimizer(_Optimizer):
             raise ModelClosed(f"the model of this {name} was closed with zs.close().")
         if len(runtime.topology.stages) > 1:
             raise ConfigError(f"optimizer: stages of a pipeline step together. Make this {name} before, and write {GIVE}.")
-        released = runtime.release_dropped(members_of(self))
+        released = all_optimizers(runtime).release_dropped(members_of(self))
         taken, before, gate = TakeOver(self), dict(self.__dict__), runtime.gate
         planned, steppers = [group.plan for group in runtime.groups], list(gate.steppers)
         tally = self.__dict__.get("tally") or Tally(runtime.config.hold_schedulers)  # a copy of an optimizer has none
@@ -113,12 +118,89 @@ class LateOptimizer(_Optimizer):
             self.__dict__.clear()
             self.__dict__.update(before)
             for each in runtimes:
-                each.awaiting.add(self)
+                all_optimizers(each).waiting.add(self)
             raise
-        runtime.add_optimizer(self)
+        runtime.optimizers.add(self)
         core.after_step = next(filter(None, released), core.after_step)  # zs.ema goes on
         core.tally, core.agree = tally, functools.partial(agree, core)
         taken.tell(runtime.comm.rank)
+
+
+class AllOptimizers(ModelOptimizers):
+    """The optimizers of a model, with those that its program makes after zs.shard."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # of these what `__iter__` has left as it is
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.waiting and not (self.sharded and set(self.waiting) == set(self._left)):
+            if self.free() and len(self.waiting) + len(self.sharded) > 1:
+                collect_garbage()  # some may be garbage in circles, which ranks collect at different times
+            free = self.free()
+            held = Counter(key for each in free for key in members_of(each))
+            refused: list[ConfigError] = []
+            for optimizer in free:
+                if all(held[key] == 1 for key in members_of(optimizer)):  # else: the first that steps is taken
+                    try:
+                        optimizer.take_over()
+                    except ConfigError as error:  # beside others it raises at its own step
+                        refused.append(error)
+            if refused and not self.sharded:
+                raise refused[0]
+            self._left.clear()
+            self._left.update(self.waiting)
+        return super().__iter__()
+
+    @property
+    def known(self) -> list[Any]:
+        if self.sharded:
+            return self.sharded
+        if len(self.free()) > 1:
+            collect_garbage()
+        return list(self) if len(self.free()) == 1 else []
+
+    def free(self) -> list[Any]:
+        """Return those that wait and have no parameter of one that is taken over, in the order of all."""
+        taken = {key for each in self.sharded for key in each.core.group_of}
+        free = [each for each in self.waiting if not each.wraps_another and taken.isdisjoint(members_of(each))]
+        if len(free) > 1:
+            groups = self.runtime.groups
+            numbers = {id(p): spec.number for group in groups for p, spec in zip(group.params, group.specs, strict=True)}
+            free.sort(key=lambda each: min(numbers.get(key, len(numbers)) for key in members_of(each)))
+        return free
+
+    def refuse(self, given: Collection[object]) -> None:
+        for each in set(self.free()).intersection(given):
+            each.take_over()  # raises
+
+    def release_dropped(self, wanted: set[int]) -> list[OrderedDict]:
+        """Close the optimizers of any of these parameters that the program has dropped; return what they call after steps.
+
+        The model keeps its optimizers, since ranks collect garbage at different times. All ranks meet this call, which collects: the
+        first use of another optimizer of these parameters.
+        """
+        cores = [each.core for each in self.sharded if not wanted.isdisjoint(each.core.group_of)]
+        self.sharded[:] = [each for each in self.sharded if each.core not in cores]
+        dropped = [(core, weakref.ref(core.outer)) for core in cores]
+        for core in cores:
+            core.outer = None
+        if any(where() is not None for _, where in dropped):
+            collect_garbage()
+        for core, where in dropped:
+            core.outer = where()
+            if core.outer is None:
+                core.close()
+            else:  # the program holds it still
+                self.add(core.outer)
+        return [core.after_step for core in cores if core.outer is None]
+
+
+def all_optimizers(runtime: Runtime) -> AllOptimizers:
+    """Return the optimizers of a model, to which zs.shard gives an object that knows of later ones."""
+    assert isinstance(runtime.optimizers, AllOptimizers)
+    return runtime.optimizers
 
 
 def expect(optimizer: torch.optim.Optimizer) -> None:
@@ -127,7 +209,7 @@ def expect(optimizer: torch.optim.Optimizer) -> None:
         respect_skipped_steps()
         optimizer.__class__ = derived(type(optimizer), LateOptimizer)
         for runtime in runtimes_of(optimizer.param_groups) if optimizer in _given_back else ():
-            runtime.awaiting.add(optimizer)
+            all_optimizers(runtime).waiting.add(optimizer)
 
 
 @functools.cache
@@ -142,7 +224,7 @@ def watch() -> None:
             return  # it is taken over already
         runtimes = runtimes_of(self.param_groups[-1:])
         for runtime in runtimes:
-            runtime.awaiting.add(self)
+            all_optimizers(runtime).waiting.add(self)
         if runtimes and not isinstance(self, LateOptimizer):
             respect_skipped_steps()
             self.__class__ = derived(type(self), LateOptimizer)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..config import Config, Placement, Tier
-from ..engine.inner_optimizer import Options, inner_copy
+from ..engine.inner_optimizer import Options, inner_copy, members_of
 from ..engine.ledger import OPTIMIZER
 from ..engine.optimizer import OptimizerCore, StepRecord
 from ..engine.parameter import ParamHome
@@ -39,6 +39,7 @@ from ..tiers.host_step import DelayedStep, HostStepper
 from ..tiers.room import check_room
 from ..tiers.slab_step import SlabStepper
 from ..tiers.storage import FurtherTiers
+from ..utils.garbage import collect_garbage
 from ..utils.torch_compat import OWN_UNSCALING
 from ..values.whole_step import WholeStepper
 from .lr_schedulers import respect_skipped_steps, rewrap_for_schedulers
@@ -66,7 +67,7 @@ class OfShardedModel(torch.optim.Optimizer):
         With set_to_none=False, set existing ones to zero, and a step then uses the zeros.
         """
         for runtime in self._runtimes():
-            runtime.zero_grad(set_to_none, runtime.of_others(self))
+            runtime.zero_grad(set_to_none, _of_others(runtime, self))
         for param in (param for params in self._outside() for param in params):
             if (grad := param.grad) is not None and not set_to_none:  # in place, as torch does
                 grad.detach_() if grad.grad_fn is not None else grad.requires_grad_(False)
@@ -98,6 +99,21 @@ class OfShardedModel(torch.optim.Optimizer):
 
 
 setattr(OfShardedModel, OWN_UNSCALING, property(OfShardedModel._leaves_scale_to_scaler, lambda self, value: None))
+
+
+def _of_others(runtime: Runtime, optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of the parameters whose gradients an optimizer leaves alone: those that other optimizers of the model hold,
+    those that wait included. Under FSDP2's door, as there: all that are not its own."""
+    if runtime.shows_masters:
+        return runtime.trained - members_of(optimizer)
+
+    def held(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+        others = [each for each in optimizers if each is not optimizer]
+        return members_of(*others) - members_of(optimizer) if others else set()
+
+    if held(runtime.optimizers.waiting):
+        collect_garbage()  # some may be garbage in circles, which ranks collect at different times
+    return held((*runtime.optimizers.sharded, *runtime.optimizers.waiting))
 
 
 def derived(cls: type, mixin: type) -> type:
@@ -185,6 +201,7 @@ class ShardedOptimizer:
             self.param_groups.pop()  # type: ignore[attr-defined]
             raise
         core.take_group(whole_parameters(plain))
+        core.runtime.optimizers.sort()
         core.agree = functools.partial(agree, core)
 
 
@@ -204,7 +221,7 @@ def suit(
     name: of the program's class. core: the optimizer's, if it is one of these. Raise ConfigError, with nothing changed, if they
     cannot, or if it cannot step these parameters beside the others.
     """
-    others = [each for each in runtime.sharded_optimizers if each.core is not core]
+    others = [each for each in runtime.optimizers.sharded if each.core is not core]
     stepped = {key: type(each).__name__ for each in others for key in each.core.group_of}
     for home in homes_of(optimizer.param_groups):
         group = home.group
@@ -232,7 +249,7 @@ def suit(
     plans, suited = state_plans(config, optimizer, specs), dict[ParamGroup, StatePlan]()
     for group in runtime.groups:
         own = [plans[id(param)] for param in group.params if group.trainable and id(param) in plans]
-        had = [group.plan] if any(group in each.core.indices for each in runtime.sharded_optimizers) else []
+        had = [group.plan] if any(group in each.core.indices for each in runtime.optimizers.sharded) else []
         blocks = math.lcm(*(column.elements for plan in own for column in plan.columns))
         if (own and len({plan.make for plan in (*own, *had)}) > 1) or group.layout.alignment % blocks:
             raise ConfigError(

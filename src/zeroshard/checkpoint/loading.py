@@ -24,7 +24,7 @@ from torch import nn
 from ..config import Tier
 from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError
 from ..seam import Engine, StateSlice, engine_of, exchange_values, kind_of, loaded
-from ..state import Restorings, SavedState, Stored
+from ..state import Restoring, SavedState, Stored
 from ..utils.host import ranks_here
 from ..utils.host_memory import available_nbytes
 from . import directory, module_state, safetensors
@@ -140,9 +140,9 @@ def _agree(
     """Check the arguments, and that all ranks pass the same (collective). Return the pipeline's stages."""
     mine, chosen, problem = dict[str, object](), None, None
     try:
-        chosen = engine.given_optimizer(optimizer, "zs.load")
+        chosen = engine.states.given_optimizer(optimizer, "zs.load")
         engine.begin("zs.load")
-        engine.check_model()
+        engine.states.check()
         check_named(extra, "zs.load")
         if verify not in (True, False, "before"):
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
@@ -183,7 +183,7 @@ class _Loading:
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
         self.reading = Reading()
-        self.restoring: Restorings | None = None
+        self.restoring: list[Restoring] | None = None
         self.slices: list[tuple[str, StateSlice]] = []  # of extras, with their keys in `stored_slices`
         self.stored_slices: dict[str, Stored] = {}
 
@@ -407,7 +407,7 @@ class _Loading:
             what = str(error) if ours else f"{type(error).__name__}: {error}".removesuffix(": ")
             remedy = "load a checkpoint again before you go on" if ours or alone else "the ranks ended with it; start them again"
             why = f"{self.opened.path} could not be loaded to its end ({what}): {remedy}."
-            self.engine.mark_unusable(CheckpointError(why))
+            self.engine.states.mark_unusable(CheckpointError(why))
             if ours:  # such an error was agreed on: every rank raises it
                 raise
             told = CheckpointError(why)
@@ -416,7 +416,7 @@ class _Loading:
             if isinstance(error, Exception):
                 raise told from error
             raise
-        self.engine.mark_unusable(None)
+        self.engine.states.mark_unusable(None)
 
     def verify(self) -> None:
         """Verify checksums, while reading into memory or in a pass over all files (collective). Raises CheckpointError."""
@@ -424,7 +424,8 @@ class _Loading:
         if manifest is None:
             return
         # reading verifies all checksums if the load needs the whole checkpoint, and states rest on the device
-        noted = holding.GROUPS not in manifest.objects if self.optimizer is None else self._restore().all_noted
+        everything = self.optimizer is not None or holding.GROUPS not in manifest.objects
+        noted = everything and all(each.all_noted for each in self._restore())
         config = self.engine.config
         tiers = {config.offload_param.tier, config.offload_optimizer.tier}
         sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # read one by one, and only if `extra` asks
@@ -445,8 +446,8 @@ class _Loading:
         def read() -> None:
             bulk = self.reading.bulk = Bulk(path, manifest, saver_of(self.engine).pool)
             safetensors.note(self.model, self.stages.values, self.found, self.opened.model, bulk)
-            if self.optimizer is not None:
-                self._restore().note(bulk, has)
+            for each in self._restore():
+                each.note(bulk, has)
             available = available_nbytes()
             most = sys.maxsize if available is None else int(available / here / _SPARE) - taken
             with hinted(path):
@@ -454,26 +455,27 @@ class _Loading:
 
         agreed(comm, "zs.load: reading", read, path)
 
-    def _restore(self) -> Restorings:
-        """Return the object that loads optimizer states, made at the first call."""
+    def _restore(self) -> list[Restoring]:
+        """Return the loads of the optimizers' states, made at the first call: none if no optimizer was given."""
         if self.restoring is None:
             guard = self.reading.guard
             states = {key: SavedState(guard(state.tensors), state.scalars) for key, state in self.states.items()}
-            self.restoring = self.engine.restoring(states)
+            self.restoring = self.engine.states.restoring(states) if self.optimizer is not None else []
         return self.restoring
 
     @torch.no_grad()
     def take(self) -> None:
         """Load everything, from the buffers of `verify` or from the files (collective)."""
         engine, reading = self.engine, self.reading
-        engine.replace_all(self.optimizer is not None)
+        engine.states.replace_all(self.optimizer is not None)
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
         safetensors.stream(engine, self.stages.values, found, stored, False)
         computed = safetensors.read_computed(self.model, stored)
         refused = module_state.give_back(self.model, self.opened, computed, reading, self.comm.rank)
         loaded([each for each in self.stages.values if each.own_name in self.found])  # the next step follows writes to others
         if self.optimizer is not None:
-            self._restore().put(write_over=True)
+            for states in self._restore():
+                states.put(write_over=True)
             for mine, given in zip(self.optimizer.param_groups, self.groups, strict=True):
                 taken = given.keys() if self.opened.ours else (given.keys() & mine.keys()) - _IMPLEMENTATION
                 mine.update({key: given[key] for key in taken - _MEMBERS})

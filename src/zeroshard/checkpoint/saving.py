@@ -93,8 +93,8 @@ def save(
     engine.begin("zs.save")
     saver, given, plan, extras, slices, problem = saver_of(engine), None, None, {}, {}, None
     try:
-        engine.check_model()
-        given = engine.given_optimizer(optimizer, "zs.save")
+        engine.states.check()
+        given = engine.states.given_optimizer(optimizer, "zs.save")
         options = asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest
         plan = _plan(engine, path, step, name, *options, files or {})
         extras, slices = serialised(extra), slices_of(extra, engine.model)
@@ -120,7 +120,7 @@ def _write(
     engine, world, last = saver.engine, stages.world, saver.last
     problem: ModelMismatch | None = None
     try:
-        engine.agree_on_values()
+        engine.states.agree()
     except ModelMismatch as error:
         if world is engine.ranks:
             raise

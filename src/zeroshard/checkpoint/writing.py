@@ -219,7 +219,7 @@ class Writing:
     def run(self) -> Save:
         """Carry out the save, or (asynchronous) its foreground part, and start the thread that does the rest (collective)."""
         try:
-            self.engine.finish_updates()
+            self.engine.states.finish_updates()
             if self.plan.asynchronous:
                 self._compare(self._together("making the files", self._open))
                 self.locked = self._together("copying", lambda: self._copy(self.layout.at_once))[0]  # type: ignore[union-attr]

@@ -149,7 +149,6 @@ class OptimizerCore:
         self.inner.param_groups.append({**self.outer.param_groups[-1], "params": []})
         self.maker.alone = alone
         self._take_groups()
-        self.runtime.sort_optimizers()
 
     @property
     def place(self) -> int:
@@ -190,7 +189,7 @@ class OptimizerCore:
     @property
     def cores(self) -> list[OptimizerCore]:
         """The cores of all optimizers of this model."""
-        return [each.core for each in self.runtime.sharded_optimizers] or [self]
+        return [each.core for each in self.runtime.optimizers.sharded] or [self]
 
     # -- agree -----------------------------------------------------------------------------------------------
 

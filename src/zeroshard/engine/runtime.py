@@ -15,8 +15,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -25,16 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Config
-from ..errors import ConfigError, ModelClosed, ShardedAccessError, ZeroshardError
+from ..errors import ModelClosed, ShardedAccessError, ZeroshardError
 from ..tensor.home import Shown
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
 from ..utils.autograd import ended, in_backward, leads_to_all, marked, memory_of, next_node, running_forward, transforming
-from ..utils.garbage import collect_garbage
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .freezing import Freezing
 from .gradient_account import GradientAccount
-from .inner_optimizer import members_of
 from .masters import masters_shown
 from .mixed_precision import Progress
 from .parameter import ParamHome
@@ -99,11 +96,7 @@ class Runtime:
         self.shows_masters = masters_shown.get()
         self.drawing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around draws on sharded parameters
         self.shown: Shown | None = None  # what sharded parameters show
-        self.sharded_optimizers: list[Any] = []  # given to zs.shard or taken over since; ask `optimizers`
-        self.awaiting: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # made since zs.shard and not used yet (assembly/late_optimizer.py)
-        self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # of these what `optimizers` has left as it is
+        self.optimizers = watches.optimizers(self)
         self.model_watch = ModelWatch()  # zs.shard sets one that notices
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad
@@ -141,129 +134,6 @@ class Runtime:
     def built(self) -> bool:
         """False while zs.shard builds the units, and after it has failed."""
         return bool(self.units) or self.closed
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The model's sharded optimizers, in the order of their first parameters. Those made since zs.shard are taken over now."""
-        if self.awaiting and not (self.sharded_optimizers and set(self.awaiting) == set(self._left)):
-            if self.free() and len(self.awaiting) + len(self.sharded_optimizers) > 1:
-                collect_garbage()  # some may be garbage in circles, which ranks collect at different times
-            free = self.free()
-            held = Counter(key for each in free for key in members_of(each))
-            refused: list[ConfigError] = []
-            for optimizer in free:
-                if all(held[key] == 1 for key in members_of(optimizer)):  # else: the first that steps is taken
-                    try:
-                        optimizer.take_over()
-                    except ConfigError as error:  # beside others it raises at its own step
-                        refused.append(error)
-            if refused and not self.sharded_optimizers:
-                raise refused[0]
-            self._left.clear()
-            self._left.update(self.awaiting)
-        return self.sharded_optimizers
-
-    @property
-    def known_optimizers(self) -> list[Any]:
-        """The model's sharded optimizers without those that wait, each of which may be a hook's own; if all wait: the only one."""
-        if self.sharded_optimizers:
-            return self.sharded_optimizers
-        if len(self.free()) > 1:
-            collect_garbage()
-        return self.optimizers if len(self.free()) == 1 else []
-
-    def free(self) -> list[Any]:
-        """Return the optimizers made since zs.shard that have no parameter of one that is taken over, in the order of `optimizers`."""
-        taken = {key for each in self.sharded_optimizers for key in each.core.group_of}
-        free = [each for each in self.awaiting if not each.wraps_another and taken.isdisjoint(members_of(each))]
-        if len(free) > 1:
-            numbers = {id(p): spec.number for group in self.groups for p, spec in zip(group.params, group.specs, strict=True)}
-            free.sort(key=lambda each: min(numbers.get(key, len(numbers)) for key in members_of(each)))
-        return free
-
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add a sharded optimizer of some of the parameters."""
-        self.sharded_optimizers.append(optimizer)
-        self.sort_optimizers()
-
-    def sort_optimizers(self) -> None:
-        """Bring the optimizers in order again: one has got a parameter."""
-        self.sharded_optimizers.sort(key=lambda each: each.core.place)
-
-    def release_dropped(self, wanted: set[int]) -> list[OrderedDict]:
-        """Close the optimizers of any of these parameters that the program has dropped; return what they call after steps.
-
-        The model keeps its optimizers, since ranks collect garbage at different times. All ranks meet this call, which collects: the
-        first use of another optimizer of these parameters.
-        """
-        cores = [each.core for each in self.sharded_optimizers if not wanted.isdisjoint(each.core.group_of)]
-        self.sharded_optimizers[:] = [each for each in self.sharded_optimizers if each.core not in cores]
-        dropped = [(core, weakref.ref(core.outer)) for core in cores]
-        for core in cores:
-            core.outer = None
-        if any(where() is not None for _, where in dropped):
-            collect_garbage()
-        for core, where in dropped:
-            core.outer = where()
-            if core.outer is None:
-                core.close()
-            else:  # the program holds it still
-                self.add_optimizer(core.outer)
-        return [core.after_step for core in cores if core.outer is None]
-
-    def of_others(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """Return the ids of the parameters whose gradients an optimizer leaves alone: those that other optimizers of the model hold,
-        those that wait included. Under FSDP2's door, as there: all that are not its own."""
-        if self.shows_masters:
-            return self.trained - members_of(optimizer)
-
-        def held(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-            others = [each for each in optimizers if each is not optimizer]
-            return members_of(*others) - members_of(optimizer) if others else set()
-
-        if held(self.awaiting):
-            collect_garbage()  # some may be garbage in circles, which ranks collect at different times
-        return held((*self.sharded_optimizers, *self.awaiting))
-
-    @property
-    def optimizer(self) -> Any:
-        """The model's only sharded optimizer, or None. Raise ConfigError if it has several."""
-        if len(self.optimizers) > 1:
-            names = ", ".join(type(each).__name__ for each in self.sharded_optimizers)
-            raise ConfigError(
-                f"this model is stepped by {len(self.sharded_optimizers)} optimizers ({names}), and what was called serves one. Give zs.shard "
-                "one optimizer with a parameter group for each set of options (for Muon beside AdamW: zs.Muon)."
-            )
-        return self.sharded_optimizers[0] if self.sharded_optimizers else None
-
-    @property
-    def core(self) -> Any:
-        """The core of the model's only optimizer. Raise ZeroshardError if it has none, ConfigError if it has several."""
-        if (optimizer := self.optimizer) is None:
-            raise ZeroshardError(self.expected_optimizer())
-        return optimizer.core
-
-    @property
-    def cores(self) -> list[Any]:
-        """The cores of the model's optimizers. Raise ZeroshardError if it has none."""
-        if not self.optimizers:
-            raise ZeroshardError(self.expected_optimizer())
-        return [optimizer.core for optimizer in self.optimizers]
-
-    def expected_optimizer(self) -> str:
-        """Return the text of the error of a verb that needs an optimizer, where the model has none."""
-        made = ", ".join(sorted(type(each).__name__ for each in self.awaiting)) or "none"
-        return (
-            f"this model has no optimizer: expected one of its parameters, got {made}. Give zs.shard one, or make one after it, and delete "
-            "others of the same parameters."
-        )
-
-    def check_model(self) -> None:
-        """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
-        gathered = any(unit.pinned for unit in self.units)
-        self.model_watch.check(gathered, thoroughly=True)
-        for unit in () if gathered else self.units:
-            unit.entries.check_unchanged(in_use=True)
 
     @property
     def in_backward(self) -> bool:
@@ -531,9 +401,9 @@ class Runtime:
         backward = self._await_end()
         self.frozen.follow()  # requires_grad may have been switched since the forward
         backward.begun = True
-        self._before_gradients()
+        self.before_gradients()
 
-    def _before_gradients(self) -> None:
+    def before_gradients(self) -> None:
         """Bring reduced gradients to the scale of those that a backward adds: times the loss scale, a mean over all ranks."""
         if self.account.unscaled:
             self.account.unscaled = False
@@ -627,48 +497,12 @@ class Runtime:
         """Reduce all gradients not yet reduced (collective), to the mean over the ranks that had a batch."""
         self.attendance.tell("reduce")
         if self.attendance.serving:  # this rank's data has ended: it has no backward, which would have done this
-            self._before_gradients()
+            self.before_gradients()
         self.reductions.finish(agreed)
         self.account.held = not self.sync
         if self.attendance.share != 1.0:
             self.account.share = self.attendance.share
             self._scale_gradients(1.0 / self.account.share)
-
-    # -- gradients held back -----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def holding(self, reduce: bool) -> Iterator[None]:
-        """Context whose backwards add their gradients to sums on this rank, without communication: zs.accumulate.
-
-        reduce: instead, start the reduction of each complete unit and do not wait for it: a pipeline's last backward of a step.
-        """
-        previous = self.sync, self.reductions.waits
-        self.sync, self.reductions.waits = reduce, self.reductions.waits and not reduce
-        self.account.holds()
-        try:
-            yield
-        finally:
-            self.sync, self.reductions.waits = previous
-
-    @torch.no_grad()
-    def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add a pipeline's (compute parameter, local gradient) pairs, made without autograd's hooks, to the sums held back."""
-        self._before_gradients()
-        self.account.holds()
-        given = {id(param): grad for param, grad in gradients}
-        for group in self.groups:
-            for index, param in enumerate(group.compute):
-                if id(param) in given:
-                    self.reductions.take(group, index, given[id(param)], False)
-                    self.account.came()
-        self.account.ending()
-        self.account.backwards += 1
-
-    def begin_reductions(self) -> None:
-        """Start to reduce a pipeline's sums at the end of a step; `flush`, called on all ranks, waits for the reductions."""
-        for unit in reversed(self.units):  # about the order in which backward would have completed them
-            if any(group.gradients.holds for group in unit.trainable):
-                self.reductions.complete(unit)
 
     # -- the rest --------------------------------------------------------------------------------------------
 
@@ -723,7 +557,7 @@ class Runtime:
         self.recover()
         if self.account.lost if used is None else not self.account.lost.isdisjoint(used):
             which = (
-                "optimizer.zero_grad()" if len(self.sharded_optimizers) < 2 else "zero_grad() of each optimizer that uses them"
+                "optimizer.zero_grad()" if len(self.optimizers.sharded) < 2 else "zero_grad() of each optimizer that uses them"
             )
             raise ZeroshardError(
                 f"a backward failed after others since the last zero_grad, and the gradients of those went with it: call {which} and run their "

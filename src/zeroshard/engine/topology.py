@@ -80,6 +80,11 @@ class Topology:
         return next(number for number, ranks in enumerate(self.stages) if self.world.rank in ranks)
 
     @property
+    def leads(self) -> bool:
+        """True on the first rank of this rank's stage, which writes or says what is said once for the stage's model."""
+        return self.world.rank == self.stages[self.stage][0]
+
+    @property
     def mesh(self) -> dict[str, Parts] | None:
         """The ranks of each place and stage, in plain values; None where no model axis cuts the model."""
         return {"places": self.places, "stages": self.stages} if len(self.places) > 1 else None

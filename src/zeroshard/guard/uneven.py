@@ -27,8 +27,8 @@ Batch = TypeVar("Batch")
 def joining(runtime: Runtime) -> Iterator[None]:
     """Run a training loop inside, then take part in the other ranks' loops until all have ended (collective)."""
     attendance = record_of(runtime)
-    if len(runtime.optimizers) > 1:
-        names = ", ".join(type(each).__name__ for each in runtime.optimizers)
+    if len(optimizers := list(runtime.optimizers)) > 1:
+        names = ", ".join(type(each).__name__ for each in optimizers)
         raise ConfigError(
             f"zs.join serves a model with one optimizer, and this one has {names}: use zs.stop_together(model, loader), or one optimizer "
             "with a parameter group for each set of options."
@@ -56,7 +56,7 @@ def _take_part(runtime: Runtime, attendance: AttendanceRecord) -> None:
 
     For each event that they announce this rank does the same.
     """
-    core = runtime.optimizer.core if runtime.optimizer is not None else None
+    core = runtime.optimizers.one.core if runtime.optimizers.one is not None else None
 
     def follow_zero_grad() -> None:
         """Drop or zero gradients if the other ranks have called zero_grad since the last event."""

@@ -99,9 +99,9 @@ class _Stage(PipelineStage):
         if backward_type == "weight":
             weights = [_Weight(param) for param in self.submod.parameters() if param.requires_grad]
             stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])
-            engine.hold_gradients((weight.param, weight.grad) for weight in weights if weight.grad is not None)
+            engine.held_gradients.add((weight.param, weight.grad) for weight in weights if weight.grad is not None)
             return (), None
-        with engine.holding_gradients(reduce=last_backward):
+        with engine.held_gradients.summing(reduce=last_backward):
             if backward_type == "input" and whole:
                 if bwd_kwargs["output_grads"] is None:  # the last stage: torch has put its loss into a tuple
                     bwd_kwargs = bwd_kwargs | {"stage_output": bwd_kwargs["stage_output"][0]}
@@ -145,7 +145,7 @@ class _Stage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Start the reductions after the step's last backward. No scaling: `_build` divides each loss by the micro-batches."""
-        engine_of(self.submod).begin_reductions()
+        engine_of(self.submod).held_gradients.begin_reductions()
 
 
 class _OldStage(_Stage):

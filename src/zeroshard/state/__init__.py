@@ -1,7 +1,7 @@
 """Access to the states of a sharded model by name, whatever their placement, tier and form of rest."""
 
 from .parameter_access import ParameterPart, gradient_of, state_of, value_of
-from .state_loading import Restoring, Restorings, SavedState
+from .state_loading import Restoring, SavedState
 from .tensor_reader import (
     CHUNK_NBYTES,
     Bulk,
@@ -15,20 +15,6 @@ from .tensor_reader import (
 )
 
 __all__ = [
-    "CHUNK_NBYTES",
-    "Bulk",
-    "ParameterPart",
-    "Restoring",
-    "Restorings",
-    "SavedState",
-    "Stored",
-    "StoredBoxes",
-    "StoredCoded",
-    "StoredRange",
-    "StoredStretches",
-    "StoredTensor",
-    "differ",
-    "gradient_of",
-    "state_of",
-    "value_of",
-]
+    "CHUNK_NBYTES", "Bulk", "ParameterPart", "Restoring", "SavedState", "Stored", "StoredBoxes", "StoredCoded", "StoredRange",
+    "StoredStretches", "StoredTensor", "differ", "gradient_of", "state_of", "value_of",
+]  # fmt: skip

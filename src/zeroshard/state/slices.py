@@ -255,7 +255,7 @@ def _listed(
     ):
         expected = f"'value', 'master', 'optimizer', 'optimizer:NAME' or 'average:NUMBER' ({len(averages)} averages)"
         raise ConfigError(f"engine.slices: kind: expected {expected}, got {kind!r}.")
-    for core in (each.core for each in runtime.sharded_optimizers) if what == "optimizer" else ():
+    for core in (each.core for each in runtime.optimizers.sharded) if what == "optimizer" else ():
         for run in core.all_runs:
             state = run.states.load()
             for index in run.indices:

@@ -1,4 +1,4 @@
-"""Loading of optimizer states (from a state dict or a checkpoint) into runs.
+"""Saves and loads of a model's states: its optimizers as one, waits and checks, and loads of optimizer states into runs.
 
 Loading makes new runs, and neighbouring parameters with equal counters share one. So states that were saved from split runs
 (a parameter had missed a step), or by another number of ranks, are stepped by as few kernels as their counters allow.
@@ -17,7 +17,9 @@ from torch import Tensor
 from ..engine.inner_optimizer import Options, State, hashable
 from ..engine.rest import Rest
 from ..engine.runs import Run
+from ..engine.runtime import Runtime
 from ..engine.unit import ParamGroup
+from ..errors import ConfigError, ZeroshardError
 from ..tensor.state_column import is_column
 from ..utils.aligned import empty
 from ..utils.torch_compat import alone
@@ -177,26 +179,99 @@ class Restoring:
         return (0, run.group.layout.slots[index].numel) if self.core.replicated else (home.start, home.stop)
 
 
-class Restorings:
-    """The loads of all of a model's optimizers as one."""
+class SeveralOptimizers:
+    """Several optimizers of one model, as a checkpoint sees one: their groups, one after another."""
 
-    def __init__(self, loads: list[Restoring]) -> None:
-        self.loads = loads
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
 
     @property
-    def all_noted(self) -> bool:
-        """True if `note` registers the reads of all states."""
-        return all(load.all_noted for load in self.loads)
+    def param_groups(self) -> list[Options]:
+        """The groups of all, in the order of the optimizers' first parameters."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
-        """Allocate states, and register reads into them, for each optimizer."""
-        for load in self.loads:
-            load.note(bulk, has)
 
-    def put(self, write_over: bool = False) -> None:
-        """Replace the states of each optimizer."""
-        for load in self.loads:
-            load.put(write_over)
+Optimizers = torch.optim.Optimizer | SeveralOptimizers  # what a checkpoint saves or loads
+
+
+class StatesAtRest:
+    """The states of a model for who saves and loads them, between steps: parameters, masters, optimizers' states.
+
+    Who reads calls `wait` or `finish_updates` first; who writes `replace_all`, and `mark_unusable` if that ends half-way.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime, self.gate = runtime, runtime.gate
+
+    def check(self) -> None:
+        """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""
+        gathered = any(unit.pinned for unit in self.runtime.units)
+        self.runtime.model_watch.check(gathered, thoroughly=True)
+        for unit in () if gathered else self.runtime.units:
+            unit.entries.check_unchanged(in_use=True)
+
+    def agree(self) -> None:
+        """Raise ModelMismatch on every rank if data-parallel ranks have written different values to a parameter (collective)."""
+        self.runtime.values.agree()
+
+    def wait(self) -> None:
+        """Wait until masters and optimizer states are at rest, and nobody reads or writes them; clear a failed backward."""
+        self.gate.wait()
+
+    def finish_updates(self) -> None:
+        """Take a delayed update's step now; copy what the program has written to parameters into their masters."""
+        if self.gate.delayed is not None:
+            self._drain()
+        self.gate.refresh(self.runtime.groups)
+
+    def replace_all(self, stepped: bool) -> None:
+        """Prepare for a write to all states: drop gradients, and copies and residuals of the old values. stepped: the optimizer's, too."""
+        if stepped:
+            self._drain()  # a pending delayed update would overwrite the new masters
+        self.gate.before(*self.runtime.units)  # masters that the host's step has read ahead would undo the write
+        self.runtime.zero_grad()
+        self.runtime.topology.forget()
+
+    def _drain(self) -> None:
+        for core in self.runtime.optimizers.cores:
+            core.drain()
+
+    def restoring(self, states: dict[int, SavedState]) -> list[Restoring]:
+        """Return the loads of the optimizers' states, one for each optimizer. states: id of a parameter -> its state."""
+        return [Restoring(core, states) for core in self.runtime.optimizers.cores]
+
+    def given_optimizer(self, given: object, verb: str) -> Optimizers | None:
+        """Return the model's optimizer, or all of several as one, as a caller gave them to `verb`: one, a list of all, or None.
+
+        Raise ConfigError if what was given are not the model's.
+        """
+        if given is None:
+            return None
+        optimizers, listed = list(self.runtime.optimizers), list(given) if isinstance(given, (list, tuple)) else [given]
+        if not listed or set(map(id, listed)) != set(map(id, optimizers)):
+            if optimizers:
+                self.runtime.optimizers.refuse(listed)
+            why = "" if optimizers else f" {self.runtime.optimizers.expected()}"
+            if len(optimizers) > 1:
+                names = ", ".join(type(each).__name__ for each in optimizers)
+                why = f" This model is stepped by several: give a list of all ({names})."
+            raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.{why}")
+        if any(any(optimizer.core.outside) for optimizer in optimizers):
+            raise ConfigError(
+                f"{verb}: optimizer: it also steps parameters that are not the model's, which have no names in a checkpoint of it. Give these "
+                "an optimizer of their own, and save them and its state_dict() by `extra`."
+            )
+        return optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
+
+    def mark_unusable(self, why: ZeroshardError | None) -> None:
+        """Let each use of the model raise an error such as that of a load that failed half-way; None lets it be used again."""
+        self.gate.unusable = why
+
+
+def kind_of(optimizer: Optimizers) -> str:
+    """Return the name of an optimizer's class, as checkpoints keep it; of several joined by "+"."""
+    several = optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+    return "+".join(type(each).__name__.removeprefix("Sharded") for each in several)
 
 
 def scalars_for(run: Run, options: Options, saved: SavedState) -> State:

@@ -56,9 +56,9 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
                 restore_parameter(group, index, value)
     if restore:
         hooks.detach(runtime)
-        for optimizer in list(runtime.awaiting):
+        for optimizer in list(runtime.optimizers.waiting):
             optimizer.give_back()
-    for optimizer in runtime.sharded_optimizers:
+    for optimizer in runtime.optimizers.sharded:
         optimizer.core.close()
     for group in runtime.groups:
         if group.grads is not None:

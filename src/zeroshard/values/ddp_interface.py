@@ -24,6 +24,7 @@ from torch import nn
 
 from ..engine.runtime import Runtime, runtime_of
 from ..engine.watch import FAILURES
+from .by_hand import HeldGradients
 
 
 class ShardedModel:
@@ -67,7 +68,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     `full_gradients`. All ranks must enter and leave the context for the same backwards. DDP's `model.no_sync()` and
     `model.require_backward_grad_sync = False` do the same.
     """
-    with runtime_of(model).holding(reduce=False):
+    with HeldGradients(runtime_of(model)).summing(reduce=False):
         yield
 
 

@@ -71,7 +71,7 @@ def forecast(model: nn.Module, micro_batch: Callable[[], Tensor], *, accumulate:
     engine = engine_of(model)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"zs.forecast: accumulate: expected a whole number of at least 1, got {accumulate!r}.")
-    engine.wait_at_rest()
+    engine.states.wait()
     snapshot = engine.snapshot()
     work = _Work.of(snapshot, accumulate)
     compute_s = accumulate * _compute_seconds(engine, micro_batch, keep_gradients=accumulate > 1)
