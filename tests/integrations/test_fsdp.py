@@ -770,10 +770,10 @@ def test_a_mesh_of_two_axes_is_hsdp():
         check_equal(results["zeroshard"], results["torch"])
 
 
-def _cut_by_tensor_parallelism(rank, ranks, sizes, names, dims):
+def _cut_by_tensor_parallelism(rank, ranks, sizes, names, dims, folder):
     """A model of DTensors. dims: of a mesh of all axes, over which parameters and activations lie then; None: the mesh is given by parts.
 
-    The optimizer is made before the model's first use.
+    The optimizer is made before the model's first use. What torch.distributed.checkpoint has saved is loaded.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -805,6 +805,14 @@ def _cut_by_tensor_parallelism(rank, ranks, sizes, names, dims):
             optimizer.step()
             optimizer.zero_grad()
             found.append((loss.item(), 0.0))
+        state, name = get_model_state_dict(model), next(name for name in DOORS if DOORS[name] is door)
+        dcp_save(state, checkpoint_id=f"{folder}/{name}")
+        for other in ("torch", name):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            dcp_load(state, checkpoint_id=f"{folder}/{other}")
+            set_model_state_dict(model, state)
         return found, {"model": get_model_state_dict(model, options=FULL)}
 
     return {name: program(door) for name, door in DOORS.items()}
@@ -821,8 +829,8 @@ MESHES = [
 @pytest.mark.processes
 @pytest.mark.skipif(fsdp.DataParallelMeshDims is None, reason="torch has DataParallelMeshDims since 2.13")
 @pytest.mark.parametrize(("sizes", "names", "dims"), MESHES)
-def test_tensor_parallelism_beside_the_door(sizes, names, dims):
-    for results in run_processes(_cut_by_tensor_parallelism, 4, sizes, names, dims, timeout_s=240):
+def test_tensor_parallelism_beside_the_door(sizes, names, dims, tmp_path):
+    for results in run_processes(_cut_by_tensor_parallelism, 4, sizes, names, dims, str(tmp_path), timeout_s=240):
         check_equal(results["zeroshard"], results["torch"])
 
 
@@ -1005,16 +1013,9 @@ def _cut_parameters(rank, ranks, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group, wholes = dist.new_group(backend="gloo"), {}
-    torch.manual_seed(5)
-    drawn = [nn.init.trunc_normal_(torch.empty(param.shape), std=param.shape[0]) for param in Cut().parameters()]
-
-    def whole(model, optimizer):
-        return states(model, optimizer)
-
-    def restored(model, optimizer, state):
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
-
+    shapes = [param.shape for param in Cut().parameters()]
+    torch.manual_seed(5)  # of rank 0
+    drawn = [nn.init.trunc_normal_(torch.empty(shape), std=shape[0]) for shape in shapes]
     for stage in (3, 0):
         fsdp.configure(stage=stage)
         model = _cut(fsdp, (2, 2), "meta")
@@ -1028,7 +1029,7 @@ def _cut_parameters(rank, ranks, folder):
         assert model.down.weight.placements == (Shard(0), Shard(1)) and model.down.bias.placements == (Shard(0), Replicate())
         optimizer, weight = torch.optim.AdamW(model.parameters(), lr=0.02), model.up.weight
         _losses(model, optimizer, (2, 2), range(2))
-        wholes[stage] = expected = whole(model, optimizer)
+        wholes[stage] = expected = states(model, optimizer)
         model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
         grad = zs.gradient_of(weight).full()
         assert grad.shape == weight.shape == (8, 6) and torch.equal(weight.grad.full_tensor(), grad)
@@ -1046,23 +1047,26 @@ def _cut_parameters(rank, ranks, folder):
             zs.value_of(weight).set_full(grad)
             assert torch.equal(zs.value_of(weight).full(), grad)
         for options in (FULL, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
-            given = [expected["model"], get_optimizer_state_dict(model, optimizer, options=FULL)]
+            given = [dict(expected["model"]), get_optimizer_state_dict(model, optimizer, options=FULL)]
             for name, state in given[1]["state"].items():
-                state.update({key: value for key, value in expected[f"optimizer {name}"].items()})
+                state.update(expected[f"optimizer {name}"])
             if rank and options is not FULL:
                 given = [{}, {}]
             set_model_state_dict(model, given[0], options=options)
             set_optimizer_state_dict(model, optimizer, given[1], options=options)
-            check_equal(([], whole(model, optimizer)), ([], expected))
+            check_equal(([], states(model, optimizer)), ([], expected))
         state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
         saving = async_save(state, checkpoint_id=f"{folder}/{stage}", process_group=group)
-        dcp_save(state["model"], storage_writer=HuggingFaceStorageWriter(f"{folder}/hf{stage}", enable_consolidation=True))
+        writer = HuggingFaceStorageWriter(f"{folder}/hf{stage}", save_distributed=True, enable_consolidation=True)
+        dcp_save(state["model"], storage_writer=writer)
         _losses(model, optimizer, (2, 2), range(2))
         saving.result()
         state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
         dcp_load(state, checkpoint_id=f"{folder}/{stage}")
-        restored(model, optimizer, state)
-        check_equal(([], whole(model, optimizer)), ([], expected))
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        check_equal(([], states(model, optimizer)), ([], expected))
+        dist.barrier()
         files = [load_file(path) for path in sorted(Path(f"{folder}/hf{stage}").glob("*.safetensors"))]
         assert {name for file in files for name in file} == expected["model"].keys()
         for name, value in ((name, value) for file in files for name, value in file.items()):
