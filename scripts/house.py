@@ -278,7 +278,7 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 70_400,
+    "lines of src/zeroshard and benchmarks": 70_500,
     "lines of ring 0 (engine/)": 9_000,
     "lines of ring 1": 12_100,
     "imports that leave ring 0": 0,

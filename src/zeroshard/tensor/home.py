@@ -59,7 +59,7 @@ class Home:
 
     @property
     def distribution(self) -> Distribution | None:
-        """How ranks along model axes (tensor or expert parallelism) divide the tensor before ZeRO cuts it; None: not at all."""
+        """The division of the tensor among ranks along model axes (tensor or expert parallelism), before ZeRO cuts it; None: not at all."""
         return None
 
     @property
