@@ -285,18 +285,18 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 70_400,
-    "lines of ring 0 (engine/)": 8_900,
-    "lines of ring 1": 12_200,
+    "lines of src/zeroshard and benchmarks": 70_500,
+    "lines of ring 0 (engine/)": 8_500,
+    "lines of ring 1": 12_600,
     "imports that leave ring 0": 0,
     "imports from ring 1 to ring 2": 0,
     "imports between rooms of ring 1": 0,
     "places of the engine that ask about imagined ranks": 0,
     "files to own for engine (engine.unit)": 47,
     "lines of these, engine.unit": 8_200,
-    "files to own for engine and optimizer (engine.optimizer)": 68,
-    "lines of these, engine.optimizer": 12_500,
-    "files to own for zs.shard (api)": 178,
+    "files to own for engine and optimizer (engine.optimizer)": 66,
+    "lines of these, engine.optimizer": 12_100,
+    "files to own for zs.shard (api)": 179,
     "lines of these, api": 33_600,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,
@@ -337,7 +337,7 @@ BOUNDS: dict[str, float] = {
     "files that the model enters in zs.shard": 15,
     "fields of Runtime that change": 9,
     "fields of Unit that change": 10,
-    "Any in 1,000 lines": 12.1,
+    "Any in 1,000 lines": 12.2,
     COMMENTS: 4.2,
 }
 

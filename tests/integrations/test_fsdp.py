@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -769,10 +770,10 @@ def test_a_mesh_of_two_axes_is_hsdp():
         check_equal(results["zeroshard"], results["torch"])
 
 
-def _cut_by_tensor_parallelism(rank, ranks, sizes, names, dims):
+def _cut_by_tensor_parallelism(rank, ranks, sizes, names, dims, folder):
     """A model of DTensors. dims: of a mesh of all axes, over which parameters and activations lie then; None: the mesh is given by parts.
 
-    The optimizer is made before the model's first use.
+    The optimizer is made before the model's first use. What torch.distributed.checkpoint has saved is loaded.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -804,6 +805,14 @@ def _cut_by_tensor_parallelism(rank, ranks, sizes, names, dims):
             optimizer.step()
             optimizer.zero_grad()
             found.append((loss.item(), 0.0))
+        state, name = get_model_state_dict(model), next(name for name in DOORS if DOORS[name] is door)
+        dcp_save(state, checkpoint_id=f"{folder}/{name}")
+        for other in ("torch", name):
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            dcp_load(state, checkpoint_id=f"{folder}/{other}")
+            set_model_state_dict(model, state)
         return found, {"model": get_model_state_dict(model, options=FULL)}
 
     return {name: program(door) for name, door in DOORS.items()}
@@ -820,8 +829,8 @@ MESHES = [
 @pytest.mark.processes
 @pytest.mark.skipif(fsdp.DataParallelMeshDims is None, reason="torch has DataParallelMeshDims since 2.13")
 @pytest.mark.parametrize(("sizes", "names", "dims"), MESHES)
-def test_tensor_parallelism_beside_the_door(sizes, names, dims):
-    for results in run_processes(_cut_by_tensor_parallelism, 4, sizes, names, dims, timeout_s=240):
+def test_tensor_parallelism_beside_the_door(sizes, names, dims, tmp_path):
+    for results in run_processes(_cut_by_tensor_parallelism, 4, sizes, names, dims, str(tmp_path), timeout_s=240):
         check_equal(results["zeroshard"], results["torch"])
 
 
@@ -914,6 +923,165 @@ def test_checkpoints_go_both_ways_and_to_other_world_sizes(tmp_path):
         for case, got in found.items():
             for mine, its in zip(got, expected, strict=True):
                 assert mine == pytest.approx(its, abs=2e-6, rel=1e-5), case
+
+
+class Cut(nn.Module):
+    """Layers that tensor parallelism cuts by rows and by columns, one unevenly, and a norm that it leaves whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(12, 6), nn.LayerNorm(6)
+        self.up, self.down, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 7)
+
+    def forward(self, words):
+        return self.head(self.down(torch.tanh(self.up(self.norm(self.words(words))))))
+
+
+def _cut(door, sizes, device="cpu"):
+    """The model over a mesh of (dp,) or (dp, tp)."""
+    mesh, model = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)]), Cut().to(device)
+    if len(sizes) > 1:
+        styles = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
+        plan = {"words": styles[1], "up": ColwiseParallel(), "down": RowwiseParallel(), "head": styles[0]}
+        parallelize_module(model, mesh["tp"], plan)
+    for layer in (model.norm, model.up, model.down, model.head, model):
+        door.fully_shard(layer, mesh=mesh["dp"])
+    return model
+
+
+def _losses(model, optimizer, sizes, numbers):
+    """Train; return the losses of all data-parallel ranks. Of each batch a rank has its part."""
+    place, size, found = dist.get_rank() * sizes[0] // dist.get_world_size(), 4 // sizes[0], []
+    for number in numbers:
+        words = torch.randint(12, (4, 5), generator=torch.Generator().manual_seed(number))[place * size :][:size]
+        loss = model(words).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        found.append(total.item() / dist.get_world_size())
+    return found
+
+
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+}
+WRITES = [(name, sizes, kind) for name in DOORS for sizes in ((2, 2), (4,)) for kind in OPTIMIZERS]
+
+
+def _cut_checkpoints(rank, ranks, folder, writes, loads):
+    """Train and save, each of `writes`; then load, each of `loads`: (what was written, name of a door, sizes). Return losses."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for given in [*((each, each[0], each[1]) for each in writes), *loads]:
+        (name, sizes, kind), reader, mine = given
+        torch.manual_seed(3 if given[0] in writes else rank)
+        model = _cut(DOORS[reader], mine)
+        optimizer, path = OPTIMIZERS[kind](model.parameters()), f"{folder}/{name} {sizes} {kind}"
+        if given not in loads:
+            _losses(model, optimizer, mine, range(3))
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        if given not in loads:
+            dcp_save(state, checkpoint_id=path)
+        else:
+            dcp_load(state, checkpoint_id=path)
+            set_model_state_dict(model, state["model"])
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        found[given] = _losses(model, optimizer, mine, range(3, 6))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.limit(240)
+def test_checkpoints_of_what_tensor_parallelism_cuts(tmp_path):
+    """Both ways between FSDP2 and the door, and between meshes of (dp, tp): 2 x 2, 4 x 1, 1 x 4; then by two ranks without tp."""
+    loads = [(each, name, (2, 2)) for each in WRITES for name in DOORS if each[0] != name]
+    loads += [(("torch", (2, 2), "AdamW"), "zeroshard", (1, 4)), (("zeroshard", (2, 2), "SGD"), "torch", (4,))]
+    found = run_processes(_cut_checkpoints, 4, str(tmp_path), WRITES, loads, timeout_s=240)[0]
+    fewer = [(each, name, (2,)) for each in WRITES if each[1] == (2, 2) for name in DOORS if "zeroshard" in (each[0], name)]
+    found |= run_processes(_cut_checkpoints, 2, str(tmp_path), [], fewer, timeout_s=240)[0]
+    for given, losses in found.items():
+        expected = found[("torch", (2, 2), given[0][2]), "torch", (2, 2)]
+        assert losses == pytest.approx(expected, abs=1e-6, rel=1e-6), given
+
+
+def _cut_parameters(rank, ranks, folder):
+    """What programs ask of parameters that tensor parallelism cuts, and of their states, at stages 3 and 0."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group, wholes = dist.new_group(backend="gloo"), {}
+    shapes = [param.shape for param in Cut().parameters()]
+    torch.manual_seed(5)  # of rank 0
+    drawn = [nn.init.trunc_normal_(torch.empty(shape), std=shape[0]) for shape in shapes]
+    for stage in (3, 0):
+        fsdp.configure(stage=stage)
+        model = _cut(fsdp, (2, 2), "meta")
+        model.to_empty(device="cpu")
+        torch.manual_seed(5 + rank)
+        for param, value in zip(model.parameters(), drawn, strict=True):
+            nn.init.trunc_normal_(param.data, std=param.shape[0])
+            if param.device_mesh.ndim == 2:  # the norm's are not over tp
+                assert param.device_mesh.mesh_dim_names == ("dp", "tp") and len(param.placements) == 2
+            assert torch.equal(param.full_tensor(), value) and param.numel() == value.numel()
+        assert model.down.weight.placements == (Shard(0), Shard(1)) and model.down.bias.placements == (Shard(0), Replicate())
+        optimizer, weight = torch.optim.AdamW(model.parameters(), lr=0.02), model.up.weight
+        _losses(model, optimizer, (2, 2), range(2))
+        wholes[stage] = expected = states(model, optimizer)
+        model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+        grad = zs.gradient_of(weight).full()
+        assert grad.shape == weight.shape == (8, 6) and torch.equal(weight.grad.full_tensor(), grad)
+        weight.grad = 2 * grad
+        assert torch.equal(weight.grad.full_tensor(), 2 * grad)
+        optimizer.zero_grad()
+        zs.state_of(weight, "exp_avg").set_full(grad)
+        optimizer.state[weight]["exp_avg_sq"] = grad.square()
+        assert torch.equal(zs.state_of(weight, "exp_avg").full(), grad)
+        assert torch.equal(optimizer.state[weight]["exp_avg_sq"].full_tensor(), grad.square())
+        with torch.no_grad():
+            weight.copy_(grad).mul_(2).add_(torch.ones(6))
+            assert torch.equal(weight.full_tensor(), 2 * grad + 1)
+            assert torch.equal(weight[3], 2 * grad[3] + 1) and weight.view(-1).shape == (48,) and weight.isfinite().all()
+            zs.value_of(weight).set_full(grad)
+            assert torch.equal(zs.value_of(weight).full(), grad)
+        for options in (FULL, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
+            given = [dict(expected["model"]), get_optimizer_state_dict(model, optimizer, options=FULL)]
+            for name, state in given[1]["state"].items():
+                state.update(expected[f"optimizer {name}"])
+            if rank and options is not FULL:
+                given = [{}, {}]
+            set_model_state_dict(model, given[0], options=options)
+            set_optimizer_state_dict(model, optimizer, given[1], options=options)
+            check_equal(([], states(model, optimizer)), ([], expected))
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        saving = async_save(state, checkpoint_id=f"{folder}/{stage}", process_group=group)
+        writer = HuggingFaceStorageWriter(f"{folder}/hf{stage}", save_distributed=True, enable_consolidation=True)
+        dcp_save(state["model"], storage_writer=writer)
+        _losses(model, optimizer, (2, 2), range(2))
+        saving.result()
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp_load(state, checkpoint_id=f"{folder}/{stage}")
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        check_equal(([], states(model, optimizer)), ([], expected))
+        dist.barrier()
+        files = [load_file(path) for path in sorted(Path(f"{folder}/hf{stage}").glob("*.safetensors"))]
+        assert {name for file in files for name in file} == expected["model"].keys()
+        for name, value in ((name, value) for file in files for name, value in file.items()):
+            assert torch.equal(value, expected["model"][name]), name
+        model.load_state_dict(_cut(torch_fsdp, (2, 2)).state_dict())  # of DTensors
+        zs.close(model)
+        assert isinstance(model.up.weight, DTensor)
+    return wholes
+
+
+@pytest.mark.processes
+@pytest.mark.limit(120)
+def test_parameters_that_tensor_parallelism_cuts_show_the_whole(tmp_path):
+    for found in run_processes(_cut_parameters, 4, str(tmp_path), timeout_s=120):
+        check_equal(([], found[0]), ([], found[3]))
 
 
 class Fused(nn.Linear):

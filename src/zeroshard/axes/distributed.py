@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError
 from ..tensor.attributes import stays_whole
+from ..tensor.home import Home
 from ..tensor.part import Distribution, Part, distribution_of
 from ..utils import torch_compat
 from ..utils.axes import role
@@ -105,8 +106,9 @@ class OverMesh(Distribution):
             return self.wrap(local.detach().contiguous()).full_tensor()
 
     def local(self, value: Tensor) -> Tensor:
-        if is_distributed(value):
+        if is_distributed(value) and value.device_mesh == self.mesh:
             return value.redistribute(self.mesh, self.placements).to_local()
+        value = value.full_tensor() if is_distributed(value) else value
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
 
 
@@ -160,10 +162,13 @@ def in_state_dicts(model: nn.Module) -> list[RemovableHandle]:
     """Let model.state_dict() return DTensors for local shards, and let load_state_dict accept DTensors or whole tensors.
 
     Return the hooks' handles. Without them torch.save, save_pretrained and torch.distributed.checkpoint would store a local shard
-    as if it were the whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they raise when such code reads them.
+    as if it were the whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they raise when such code reads them, or take
+    the whole where they show it (`Home.larger`).
     """
-    named = model.named_parameters(remove_duplicate=False)
-    known = {own_name(model, name): found for name, param in named if (found := distribution_of(param)) is not None}
+    known: dict[str, Distribution] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if (found := distribution_of(param)) is not None and getattr(param, "_home", Home).larger is None:
+            known[own_name(model, name)] = found
 
     def entries(state: dict, prefix: str) -> Iterator[tuple[str, Any, Distribution]]:
         for name, value in state.items():

@@ -83,6 +83,10 @@ class ParamHome(Home):
         piece = self.piece = group.layout.piece(index, group.comm.rank)
         self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
         self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel
+        spec = group.specs[index]
+        if spec.part is not None and group.runtime.shows_masters:
+            self.larger = spec.distribution
+        self.shape = spec.shape if self.larger is None else spec.whole_shape  # that the parameter shows
 
     def __reduce__(self) -> tuple[type, tuple]:
         """Pickle as None: an unpickled frozen parameter belongs to no sharded model."""
@@ -95,7 +99,7 @@ class ParamHome(Home):
 
     def wrap(self, local: Tensor | None, dtype: torch.dtype) -> ShardedTensor:
         """Return a sharded tensor of the parameter's shape over a local slice (None: over the slice at rest, see `fetch`)."""
-        return ShardedTensor(local, self.group.specs[self.index].shape, self, dtype=dtype, device=self.group.comm.device)
+        return ShardedTensor(local, self.shape, self, dtype=dtype, device=self.group.comm.device)
 
     @property
     def meeting(self) -> Comm:
@@ -108,9 +112,8 @@ class ParamHome(Home):
         return self.meeting is self.comm or self.group.counts
 
     @property
-    def distributed(self) -> bool:
-        distribution = self.group.specs[self.index].distribution
-        return distribution is not None and distribution.part is not None
+    def distribution(self) -> Distribution | None:
+        return self.group.specs[self.index].distribution
 
     @property
     def undivided(self) -> bool:
@@ -136,19 +139,6 @@ class ParamHome(Home):
 
     def drawing(self) -> AbstractContextManager[None]:
         return self.group.runtime.drawing()
-
-    def complete(self, value: Tensor) -> Tensor:
-        """Return the whole of a value of the parameter's shape, if the model shows itself as DTensors (collective over model axes)."""
-        spec = self.group.specs[self.index]
-        if self.shown is None or spec.distribution is None or tuple(value.shape) != spec.shape:
-            return value
-        if value.requires_grad:
-            return spec.distribution.wrap(value.contiguous()).full_tensor()  # type: ignore[attr-defined]
-        return spec.complete(value)
-
-    def part_of(self, value: Tensor) -> Tensor:
-        distribution = self.group.specs[self.index].distribution
-        return value if self.shown is None or distribution is None else distribution.local(value)
 
     def fetch(self, gradient: bool) -> Tensor:
         """Return this rank's slice of the value, or of the gradient, 1-D: a view, or a copy if it is offloaded."""
@@ -231,6 +221,8 @@ class ParamHome(Home):
         return distribution.wrap(gradient)  # stage 0: torch's own norms then cover all shards
 
     def set_gradient(self, value: Tensor | None) -> None:
+        if self.larger is not None and value is not None and not isinstance(value, ShardedTensor):
+            value = self.wrap(self.own(value), value.dtype)
         self.group.set_gradient(self.index, value.to_local() if is_distributed(value) else value)
 
     def assign(self, param: Tensor, value: Tensor) -> None:

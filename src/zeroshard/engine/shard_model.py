@@ -275,7 +275,7 @@ class Builder:
             group.masters.versions.append(torch_compat.version(fresh))
             return
         facade = ShardedParameter(
-            group.homes[index].held(), spec.shape, group.homes[index], original.requires_grad,
+            group.homes[index].held(), group.homes[index].shape, group.homes[index], original.requires_grad,
             dtype=group.masters.stepped.dtype if group.homes[index].shows_master else spec.dtype, device=group.comm.device,
         )  # fmt: skip
         old = self._replace(group, index, facade)

@@ -207,8 +207,8 @@ class ParamGroup:
                 "set_requires_gradient_sync(True), or optimizer.zero_grad() first."
             )
         if value is not None:
-            if tuple(value.shape) != slot.shape:
-                got, wanted = tuple(value.shape), tuple(slot.shape)
+            wanted = home.shape if isinstance(value, ShardedTensor) else slot.shape
+            if (got := tuple(value.shape)) != wanted:
                 raise ModelChanged(f"{home.name}.grad was assigned a tensor of shape {got}: expected the parameter's, {wanted}.")
             self.refuse_gradient_write()
         self.runtime.unscale()

@@ -34,7 +34,7 @@ from ..errors import ConfigError
 from ..seam import FIRST_USE, NOT_SHARDED, Engine, Shown, engine_of, masters_shown, stays_whole
 from ..utils.setting import setting
 from ..utils.tensor_tree import map_tensors
-from ..utils.torch_compat import own_parameters
+from ..utils.torch_compat import joined_mesh, own_parameters
 from ..values import values_to_come
 from .configuration import moved, options_of
 from .gathered_view import NoMemory, viewed
@@ -113,6 +113,7 @@ class Call:
     ) -> None:  # fmt: skip
         self.modules, self.mesh, self.mp_policy, self.offload = modules, mesh, mp_policy, offload
         self.joined, self._shown = list[Call](), mesh
+        self._places: dict[Any, tuple[DeviceMesh, tuple[Placement, ...]]] = {}  # see `place`
         self.reshard_after_forward = reshard_after_forward
         self.number = next(_numbers)  # ranks shard models in the order of their calls: a set has another order on each
         self.undefined: dict[Call, tuple[int, list[str]]] = {}  # of the root: see `check_values`
@@ -231,6 +232,18 @@ class Call:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             self._shown = init_device_mesh(device, (dist.get_world_size(),))
         return self._shown, (Replicate(),) * (self._shown.ndim - 1) + (FlatShard(0),)
+
+    def place(self, distribution: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Return the mesh and the placements that a parameter shows. distribution: over model axes, which the mesh then has, too."""
+        mesh, placements = self.shown()
+        if distribution is None:
+            return mesh, placements
+        if distribution not in self._places:
+            whole = self.whole_mesh or _with_axes_of([mesh, distribution.mesh])
+            known = dict(zip(distribution.mesh.mesh_dim_names, distribution.placements, strict=True))
+            known |= dict(zip(mesh.mesh_dim_names or (), placements, strict=True))
+            self._places[distribution] = whole, tuple(known.get(name, Replicate()) for name in whole.mesh_dim_names or ())
+        return self._places[distribution]
 
     def outermost(self) -> Call:
         """Return the call, of those that wait, whose model holds this unit and no other holds."""
@@ -351,7 +364,7 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
             given[name].__dict__[NOW] = param
     root.engine = engine_of(model)
     if mesh is not None:
-        root.engine.show(Shown(*root.shown(), viewed, NoMemory, DTensor, waits))
+        root.engine.show(Shown(root.place, viewed, NoMemory, DTensor, waits))
     serve_loads(model, root.engine)
     root.engine.draw_alike()
     for call in (root, *inner) if on_meta else ():
@@ -397,19 +410,23 @@ def _ranks_of(mesh: DeviceMesh, params: Sequence[nn.Parameter]) -> dict[str, Any
         return {}  # all ranks: of one host, they share memory
     if not distributed:
         return {"comm": mesh} if mesh.ndim == 1 else {"mesh": mesh}
-    return {"mesh": _with_axes_of(mesh, params)}
+    return {"mesh": _with_axes_of([mesh, *(param.device_mesh for param in params if isinstance(param, DTensor))])}
 
 
-def _with_axes_of(mesh: DeviceMesh, params: Sequence[nn.Parameter]) -> DeviceMesh:
-    """Return the root mesh of `mesh`, sliced to its axes and those along which DTensors of a model are cut.
+def _with_axes_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the root mesh of these meshes, the data-parallel one and those along which DTensors of a model are cut, sliced to their axes;
+    or these meshes joined, if they were made by unflattening an axis of the root.
 
     Along any other axis, such as pp, each rank has a model of its own, with an optimizer of its own.
     """
-    root = mesh._get_root_mesh()
-    meshes = [mesh, *(param.device_mesh for param in params if isinstance(param, DTensor))]
-    used = {name for each in meshes for name in each.mesh_dim_names or (None,)}
-    names = tuple(name for name in root.mesh_dim_names or () if name in used)
-    return root[names] if len(names) == len(used) and len(names) < root.ndim else root
+    root = meshes[0]._get_root_mesh()
+    of_axis = {name: each for each in meshes for name in each.mesh_dim_names or ()}
+    if not all(each.mesh_dim_names and each._get_root_mesh() == root for each in meshes):
+        return root
+    names = tuple(name for name in root.mesh_dim_names or () if name in of_axis)
+    if len(names) < len(of_axis):
+        return joined_mesh([each if each.ndim == 1 else each[name] for name, each in of_axis.items()])
+    return root[names] if len(names) < root.ndim else root
 
 
 class Several(nn.Module):

@@ -42,13 +42,12 @@ class HostSlice(torch.Tensor):
     @classmethod
     def of(cls, tensor: ShardedTensor) -> HostSlice:
         """Return a copy of this rank's slice of a tensor."""
-        boxes, local = tensor.held_boxes(), tensor.to_local().detach()
+        boxes, local = tensor.boxes_to_write(), tensor.to_local().detach()
         return cls(torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local), tuple(tensor.shape), boxes)
 
     @classmethod
     def of_rows(cls, tensor: ShardedTensor, rank: int, ranks: int) -> HostSlice:
         """Return a copy of the rows that a rank has of a DTensor with Shard(0), which are one box (collective)."""
-        tensor.held_boxes()  # raises for a tensor-parallel shard
         whole = tensor.full_tensor().detach()
         rows, shape = whole.view(1) if whole.dim() == 0 else whole, tuple(whole.shape)
         begin = min(-(-len(rows) // ranks) * rank, len(rows))

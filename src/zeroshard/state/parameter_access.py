@@ -66,7 +66,7 @@ class ParameterPart(ABC):
                 f"{self.what}: expected a parameter of a model that was given to zs.shard(), got {type(param).__name__}."
             )
         self.param, self.home, self.group, self.index = param, home, home.group, home.index
-        self.shape = self.group.specs[self.index].shape
+        self.shape = self.home.shape
 
     @property
     def name(self) -> str:
@@ -90,7 +90,8 @@ class ParameterPart(ABC):
         """Set the whole tensor; every rank gives the same tensor of the parameter's shape (collective)."""
         self._agree(value, self.shape, compare=self.replicated)
         with torch.no_grad():
-            self._set(value.detach())
+            larger = self.home.larger is not None
+            self._set(self.home.wrap(self.home.own(value), value.dtype) if larger else value.detach())
 
     def set_local(self, value: Tensor) -> None:
         """Set this rank's slice (stop - start,); every rank sets its own (collective)."""
@@ -147,7 +148,7 @@ class _Value(ParameterPart):
         return rest.load(begin, begin + home.stop - home.start).clone()
 
     def full(self) -> Tensor:
-        return self.home.gather_local(self.local()).view(self.shape).clone()
+        return self.home.complete(self.home.gather_local(self.local()).view(self.group.specs[self.index].shape)).clone()
 
     def _set(self, value: Tensor) -> None:
         group = self.group
@@ -177,7 +178,7 @@ class _Gradient(ParameterPart):
         grad = self.group.gradient(self.index)
         if grad is None:
             return None
-        return (grad.gathered() if isinstance(grad, ShardedTensor) else grad).clone()
+        return grad.full_tensor() if isinstance(grad, ShardedTensor) else self.home.complete(grad).clone()
 
     def _prepare(self) -> str | None:
         self.group.runtime.flush()
@@ -216,7 +217,7 @@ class OptimizerStatePart(ParameterPart):
         value = self._entries().get(self.key)
         if isinstance(value, ShardedTensor):
             return value._local.clone()
-        if isinstance(value, Tensor) and tuple(value.shape) == self.shape and self.replicated:
+        if isinstance(value, Tensor) and tuple(value.shape) == self.group.specs[self.index].shape and self.replicated:
             return value.reshape(-1)[self.home.start : self.home.stop].clone()
         return value
 
@@ -224,7 +225,9 @@ class OptimizerStatePart(ParameterPart):
         self.group.runtime.attendance.refuse(f"an optimizer state of {self.home.name}")
         entries = {key: value for key, value in self._entries().items() if key == self.key}
         value = whole_states(self.group, self.index, entries).get(self.key)
-        return value.clone() if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return (self.home.complete(value) if value.dim() else value).clone()
+        return value
 
     def _prepare(self) -> str | None:
         if self.key in self._entries():

@@ -25,8 +25,7 @@ class StateHome(DerivedHome):
 
     def tensor(self) -> ShardedTensor:
         """Return the state as a sharded tensor of the parameter's shape."""
-        shape, device = self.home.group.specs[self.home.index].shape, self.home.group.comm.device
-        tensor = ShardedState(None, shape, self, dtype=self.column.dtype, device=device)
+        tensor = ShardedState(None, self.home.shape, self, dtype=self.column.dtype, device=self.home.group.comm.device)
         tensor._of_parameter = True  # so that writes call before_write and after_write
         return tensor
 

@@ -176,8 +176,8 @@ def _view(core: OptimizerCore, run: Run, index: int, value: object, whole: type[
     if not core.replicated:
         return StateHome(run.group.homes[index], rest, begin).tensor()
     slot = run.group.layout.slots[index]
-    view = rest.load(begin, begin + slot.numel).view(slot.shape)
-    return view if whole is Tensor else view.as_subclass(whole)
+    view, larger = rest.load(begin, begin + slot.numel).view(slot.shape), run.group.homes[index].larger
+    return view if whole is Tensor else larger.wrap(view) if larger is not None else view.as_subclass(whole)
 
 
 def _kept(value: object) -> Any:
@@ -219,7 +219,7 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
             continue
         state = saved[id(param)] = SavedState()
         for key, value in entries.items():
-            if key in counters or not is_column(value, group.specs[index].shape):
+            if key in counters or not is_column(value, group.homes[index].shape):
                 state.scalars[key] = value
             elif isinstance(value, ShardedTensor):  # a replicated core keeps the whole: FSDP2's door shows slices at stage 0, too
                 whole = core.replicated
@@ -235,11 +235,13 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
 
 
 def _cut(group: ParamGroup, index: int, value: object) -> object:
-    """Return a state; one that came as a DTensor of the parameter's shape as this rank's slice (collective then)."""
-    if isinstance(value, ShardedTensor) or not torch_compat.is_distributed(value) or value.shape != group.specs[index].shape:
+    """Return a state; one that came as a DTensor of the parameter's shape (collective then), or whole where the parameter shows a
+    larger one, as this rank's slice."""
+    home = group.homes[index]
+    if isinstance(value, ShardedTensor) or not isinstance(value, Tensor) or tuple(value.shape) != home.shape:
         return value
-    home, whole = group.homes[index], value.full_tensor().reshape(-1)
-    return home.wrap(whole[home.start : home.stop].clone(), whole.dtype)
+    cut = torch_compat.is_distributed(value) or home.larger is not None
+    return home.wrap(home.own(value).clone(), value.dtype) if cut else value
 
 
 def _load_outside(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) -> None:
@@ -288,9 +290,9 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
     """Write one state of one parameter; return the entry for `optimizer.state[param]` (for a column, a view of the state)."""
     core.runtime.gate.before()
     run, index = _find(core, param)
-    states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"
+    states, home, name = run.states.load(), run.group.homes[index], f"{run.group.specs[index].name}, {key!r}"
     was_column = key in states and run.holds(states[key])
-    if is_column(value, shape) and not was_column:
+    if is_column(value, home.shape) and not was_column:
         loaded = [(each, each.states.load()) for each in core.all_runs]
         # a parameter of shape () does not show which of its states are one number per parameter: other parameters do
         if key != "step" and not any(key in found and not each.holds(found[key]) for each, found in loaded):
@@ -301,10 +303,14 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
             was_column = True
     if was_column and isinstance(value, Tensor):
         shown = _view(core, run, index, run.states.load()[key], WholeState)
-        write_state(shown, value, name)
-        if core.replicated:  # for an encoded column, `shown` is a decoded copy
+        if core.replicated and home.larger is not None:  # a DTensor over the part, which this rank has whole
+            value = value if isinstance(value, ShardedTensor) else home.wrap(home.own(value), value.dtype)
+            write_state(view := torch_compat.local_part(shown), value.gathered(), name)
+        else:
+            write_state(view := shown, value, name)
+        if core.replicated:  # for an encoded column, the view is one of a decoded copy
             rest, begin = run.place(run.states.load()[key], index)
-            rest.store(begin, shown.as_subclass(Tensor).reshape(-1))
+            rest.store(begin, view.as_subclass(Tensor).reshape(-1))
         core.states_changed()
         _note(core, run.group, index, False, key, value)
         return shown

@@ -101,21 +101,29 @@ class HasChunks(Sliced):
     """Mixin of sharded tensors: the methods that DCP calls (torch/distributed/_checkpointable.py)."""
 
     def held_boxes(self) -> list[tuple[Box, int]]:
-        """Return (box, its first element in this rank's slice), in order. Raise CheckpointError for a tensor-parallel shard."""
-        if self._home.distributed:
+        """Return (box, its first element in this rank's slice), in order. Raise CheckpointError for a tensor-parallel shard whose
+        shape is that of the shard."""
+        home = self._home
+        if home.larger is not None and home.larger.part is not None:
+            return [(box, first - home.start) for box, first in home.larger.part.boxes(home.start, home.stop)]
+        if home.distributed:
             raise CheckpointError(
-                f"{self._home.name}: torch.distributed.checkpoint would take this rank's part of tensor parallelism for the whole. Use "
-                "zs.save and zs.load, or give it zs.full_state_dict(model)."
+                f"{home.name}: torch.distributed.checkpoint would take this rank's part of tensor parallelism for the whole. Use "
+                "zs.save and zs.load, give it zs.full_state_dict(model), or shard the model by zeroshard.fsdp."
             )
         found, at = [], 0
-        for box in boxes_of(tuple(self.shape), self._home.start, self._home.stop):
+        for box in boxes_of(tuple(self.shape), home.start, home.stop):
             found.append((box, at))
             at += box.numel
         return found
 
+    def boxes_to_write(self) -> list[tuple[Box, int]]:
+        """Return `held_boxes`; none where another rank along model axes has a copy, of which it writes boxes."""
+        return self.held_boxes() if self._home.counts else []
+
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """Return what this rank writes."""
-        return write_items(fqn, tuple(self.shape), self.dtype, [box for box, _ in self.held_boxes()])
+        return write_items(fqn, tuple(self.shape), self.dtype, [box for box, _ in self.boxes_to_write()])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the boxes that this rank holds, of a tensor that DCP is about to load (collective for a parameter: it is to be written)."""

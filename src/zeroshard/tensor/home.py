@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ..errors import ShardedWriteError
+from ..utils.torch_compat import is_distributed
+from .part import Distribution
 
 
 class Ranks(Protocol):
@@ -22,8 +24,7 @@ class Ranks(Protocol):
 class Shown(NamedTuple):
     """The face of tensors for a program that was written for DTensors (zeroshard.fsdp)."""
 
-    mesh: object  # a DeviceMesh
-    placements: tuple[object, ...]
+    place: Callable[[Distribution | None], tuple[object, tuple[object, ...]]]  # -> (DeviceMesh, placements) of a parameter
     view: Callable[..., object]  # (operation, its result on gathered copies, name) -> what the program gets
     storage: Callable[..., object]  # tensor -> the result of its `untyped_storage()`
     states: type  # of which isinstance() takes optimizer states to be: programs ask before they gather them
@@ -42,6 +43,8 @@ class Home:
     start: int  # this rank's elements [start, stop) of the flattened tensor
     stop: int
     comm: Any  # Comm (engine/comm/base.py) of the ranks that have the other slices
+    # where the tensor shows a larger one (zeroshard.fsdp): how model axes cut that; the slices are of this rank's part of it
+    larger: Distribution | None = None
 
     @property
     def meeting(self) -> Ranks:
@@ -54,9 +57,14 @@ class Home:
         return True
 
     @property
+    def distribution(self) -> Distribution | None:
+        """The division of the tensor among ranks along model axes (tensor or expert parallelism), before ZeRO cuts it; None: not at all."""
+        return None
+
+    @property
     def distributed(self) -> bool:
-        """True if the tensor is itself a part of a larger one, along tensor or expert parallelism."""
-        return False
+        """True if the slices are of a part of a larger tensor, along tensor or expert parallelism."""
+        return self.distribution is not None and self.distribution.part is not None
 
     @property
     def undivided(self) -> bool:
@@ -73,12 +81,20 @@ class Home:
         return nullcontext()
 
     def complete(self, value: Tensor) -> Tensor:
-        """Return what `full_tensor()` of the tensor shall return, from its whole value, which may be a part of a larger tensor."""
-        return value
+        """Return the tensor that is shown, from all its slices, joined: the larger one where there is one (collective then)."""
+        if self.larger is None:
+            return value
+        if value.requires_grad:
+            return self.larger.wrap(value.contiguous()).full_tensor()  # type: ignore[attr-defined]
+        return self.larger.whole(value)
 
-    def part_of(self, value: Tensor) -> Tensor:
-        """Return the tensor's part of a value of what `complete` returns; any other operand as it is."""
-        return value
+    def own(self, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a value of the tensor that is shown, flat (collective if it is a DTensor)."""
+        whole = whole.full_tensor() if is_distributed(whole) else whole
+        part = None if self.larger is None else self.larger.part
+        if part is not None:
+            whole = part.of(whole.reshape(part.whole_shape))
+        return whole.reshape(-1)[self.start : self.stop]
 
     @property
     def unit(self) -> str:
@@ -169,8 +185,12 @@ class DerivedHome(Home):
         return self.parent.counts
 
     @property
-    def distributed(self) -> bool:
-        return self.parent.distributed
+    def larger(self) -> Distribution | None:  # type: ignore[override]
+        return self.parent.larger
+
+    @property
+    def distribution(self) -> Distribution | None:
+        return self.parent.distribution
 
     @property
     def shown(self) -> Shown | None:
@@ -178,12 +198,6 @@ class DerivedHome(Home):
 
     def drawing(self) -> AbstractContextManager[None]:
         return self.parent.drawing()
-
-    def complete(self, value: Tensor) -> Tensor:
-        return self.parent.complete(value)
-
-    def part_of(self, value: Tensor) -> Tensor:
-        return self.parent.part_of(value)
 
     @property
     def traced(self) -> bool:

@@ -34,7 +34,7 @@ from ..utils.torch_compat import OpOverload, faking, tree_map_only
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import HasChunks
 from .differentiable import ReadableWhole, read
-from .home import Home, RangeHome, Shown
+from .home import Home, RangeHome
 from .norms import allow_foreach, take_norms
 from .op_classes import NORMS, READS, computes
 from .refusals import HasNoMemory, remedy_of
@@ -137,22 +137,22 @@ class ShardedTensor(HasChunks, HasNoMemory):
 
     def tolist(self) -> list:  # type: ignore[override]
         """Return the elements of a result (collective); raise ShardedAccessError for a parameter or a gradient."""
-        return self.gathered().tolist() if self._computed else self.numpy()
+        return self.full_tensor().tolist() if self._computed else self.numpy()
 
     @property
     def device_mesh(self) -> object:
         """The DeviceMesh that the tensor's model was given, where the model shows it (zeroshard.fsdp)."""
-        return self._shown("device_mesh").mesh
+        return self._placed("device_mesh")[0]
 
     @property
     def placements(self) -> tuple[object, ...]:
         """Placements by which to distribute a whole tensor that is to be copied to this one, where the model shows them."""
-        return self._shown("placements").placements
+        return self._placed("placements")[1]
 
-    def _shown(self, name: str) -> Shown:
+    def _placed(self, name: str) -> tuple[object, tuple[object, ...]]:
         if self._home.shown is None:
             raise AttributeError(f"{type(self).__name__} has no {name}")
-        return self._home.shown
+        return self._home.shown.place(self._home.distribution)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -166,18 +166,22 @@ class ShardedTensor(HasChunks, HasNoMemory):
     def full_tensor(self) -> Tensor:
         """Return a copy of the whole tensor on every rank (collective). Differentiable.
 
-        Of a part of a larger tensor (tensor or expert parallelism): the whole part, as `shape` has it. Under FSDP2's door, where
-        a program expects what a DTensor returns: the larger tensor.
+        It is of the tensor's shape: of a part of a larger tensor (tensor or expert parallelism) the whole part; under FSDP2's
+        door, where `shape` is that of the larger tensor, this.
         """
         return self._home.complete(self.gathered())
 
     def gathered(self) -> Tensor:
-        """Return a copy with the slices of all data-parallel ranks, of this tensor's shape (collective). Differentiable."""
+        """Return a copy with the slices of all data-parallel ranks (collective). Differentiable.
+
+        It is of this tensor's shape; where this shows a larger one (`Home.larger`), of that of this rank's part.
+        """
         if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward: gather the unit, as its operations do
             lent = self._home.lend(torch.clone, (self,), {})
             if isinstance(lent, Tensor):  # a forward runs, and its unit is gathered
                 return lent
-        return read(self, self._home.gather_local(self._local).view(self.shape), sliced=False)
+        part = None if self._home.larger is None else self._home.larger.part
+        return read(self, self._home.gather_local(self._local).view(part.extents if part else self.shape), sliced=False)
 
 
 class ShardedParameter(CarriesAttributes, ShardedTensor):
@@ -209,7 +213,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
                 if result is not NotImplemented:
                     return result
             if _reads_whole(getattr(func, "__name__", ""), (args, kwargs)):
-                args, kwargs = tree_map_only(ShardedParameter, lambda param: param.gathered(), (args, kwargs))
+                args, kwargs = tree_map_only(ShardedParameter, ShardedTensor.full_tensor, (args, kwargs))
         with torch_compat.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -416,11 +420,13 @@ def _alias(source: ShardedTensor, held: Tensor | None, shape: tuple[int, ...], h
     return alias
 
 
-def _view(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
+def _view(func: OpOverload, args: tuple, kwargs: dict) -> object:
     """Return p.detach(), or p.view(...): the same slice under another global shape."""
     source, shape = args[0], tuple(args[0].shape)
     if func is aten.view.default:
         shape = tuple(torch.empty(shape, device="meta").view(*args[1:], **kwargs).shape)  # torch checks the shape
+        if source._home.larger is not None and shape != tuple(source.shape):  # the slice is no range of the flattened tensor
+            return _beyond(func, args, kwargs)
     return _alias(source, source._held, shape, source._home)
 
 
@@ -449,13 +455,13 @@ def _random_(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     target = args[0]
     target._begin_write()
     if any(kind in func._schema.name for kind in ("dropout", "rrelu")):
-        whole = target._home.gather_local(target._local).view(target.shape)
+        whole = target.detach().full_tensor()
     else:
         whole = torch.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
     with nullcontext() if kwargs.get("generator") is not None or faking() else target._home.drawing():
         func(whole, *args[1:], **kwargs)
     local = target._local
-    local.copy_(whole.view(-1)[target._home.start : target._home.stop])
+    local.copy_(target._home.own(whole))
     target._end_write(local)
     if target._home.traced and not target._of_gradient and not faking():  # ranks may have other seeds
         target._record(checksum(whole), anew=True)
@@ -478,7 +484,8 @@ def _rows(func: OpOverload, args: tuple, kwargs: dict) -> object:
     """Return weight[i], one row (nn.Embedding's padding uses it), or weight[a:b], adjacent rows, as a sharded view."""
     defaults: tuple = (0, None, None, 1)
     source, dim, start, stop, step = (*args, *defaults[len(args) - 1 :])
-    if dim % max(len(source.shape), 1) != 0 or step != 1:  # only adjacent rows are one range of the flattened tensor
+    # only adjacent rows are one range of the flattened tensor
+    if dim % max(len(source.shape), 1) != 0 or step != 1 or source._home.larger is not None:
         return _beyond(func, args, kwargs)
     shape = tuple(source.shape[1:])
     if func is aten.select.int:
@@ -506,12 +513,12 @@ def _local_of(operand: _T, lead: ShardedTensor) -> _T | Tensor:
         return operand._local
     if isinstance(operand, Tensor) and operand.dim() > 0:
         try:
-            whole = lead._home.part_of(operand).expand(lead.shape)  # a whole operand: this rank takes its own elements
+            whole = operand.full_tensor() if torch_compat.is_distributed(operand) else operand
+            return lead._home.own(whole.expand(lead.shape))  # this rank takes its own elements
         except RuntimeError as error:
             raise ShardedAccessError(
                 f"{lead._home.name}: expected an operand that broadcasts to {tuple(lead.shape)}, got {tuple(operand.shape)}."
             ) from error
-        return whole.reshape(-1)[lead._home.start : lead._home.stop]
     return operand
 
 
@@ -538,7 +545,12 @@ def _elementwise(func: OpOverload, args: tuple, kwargs: dict) -> object:
 def _any_or_all(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     """Combine any() or all() over ranks (collective), as in p.isnan().any() or the loop of nn.init.trunc_normal_."""
     (tensor,) = args
-    return func(tensor._home.gather_local(func(tensor._local).view(1)))
+    home, found = tensor._home, func(tensor._local)
+    if home.larger is None:
+        return func(home.gather_local(found.view(1)))
+    home.before_meeting("any() or all()")
+    told = home.meeting.exchange(bytes([bool(found)]), f"any() or all() of {home.name}")
+    return func(torch.tensor([part[0] for part in told], dtype=found.dtype, device=found.device))
 
 
 def _of_whole(func: OpOverload, args: tuple, kwargs: dict) -> object:
@@ -558,7 +570,7 @@ def _masked_fill_(func: OpOverload, args: tuple, kwargs: dict) -> object:
     """Fill a tensor where a mask is True: a sharded one slice by slice; for a whole one, gather the sharded mask (collective)."""
     target, mask, value = args
     if not isinstance(target, ShardedTensor) and mask._computed:
-        return func(target, mask.gathered(), value)
+        return func(target, mask.full_tensor(), value)
     return _elementwise(func, args, kwargs)
 
 

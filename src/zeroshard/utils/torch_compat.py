@@ -48,6 +48,7 @@ from torch.utils._pytree import tree_map_only  # noqa: F401
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 # renamed in torch 2.13; the old names warn there
@@ -419,6 +420,11 @@ def mend_dtensors() -> None:
 
     planner.generate_graph_based_transform_infos = stepwise
     Shard._maybe_unpad_tensor = lambda *args: unpad(*args).contiguous()  # type: ignore[method-assign]
+
+
+def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Return a mesh with the axes of several meshes of one root, in order."""
+    return meshes[0]._concatenate(meshes)
 
 
 def clear_sharding_caches() -> None:

@@ -243,7 +243,7 @@ class _Whole:
                     )
 
             self.copy.register_hook(refuse_late)
-        self._version = writes_of(self.copy)
+        self._version, self._shape = writes_of(self.copy), value.shape
         tells = gathering.modifier_rank == _everyone(self.home).rank
         self._sum = zlib.crc32(host_bytes(self.copy)) if tells else None
         exchange(param, self.copy)
@@ -275,7 +275,7 @@ class _Whole:
             # a quantizing communicator has gathered it, so the copy differs from the slice at rest
             rounded = not isinstance(home, BirthHome) and home.group.values.comm is not home.group.comm
             alike = rounded or not mine.numel() or bytes(host_bytes(mine)) == bytes(host_bytes(local))
-            same = copy.shape == self.param.shape and alike
+            same = copy.shape == self._shape and alike
             if writes_of(copy) != self._version or not same:
                 self.problems.append("written")
         for key, value in attributes_of(copy).items():
