@@ -33,7 +33,7 @@ RING_1 = ("policies", "tiers", "guard", "axes", "packing", "values", "state", "f
 # the names by which the code knows objects of the engine; a field that is read of one in a satellite is a place. What is read of
 # a mapping or a string is none: groups of an optimizer are dictionaries
 OBJECTS = frozenset(
-    "runtime core unit group topology tiers home masters gate schedule attendance values gradients reductions".split()
+    "_zeroshard runtime core unit group topology tiers home masters gate schedule attendance values gradients reductions".split()
 )
 
 

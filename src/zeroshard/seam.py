@@ -263,8 +263,7 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The model's sharded optimizer, if it has one; an optimizer made since zs.shard is taken over now. Raise ConfigError for a
-        model with several: `optimizers` has them."""
+        """The sharded optimizer, or None; one made since zs.shard is taken over now. Raise ConfigError if there are several."""
         return self._runtime.optimizers.one
 
     @property

@@ -167,7 +167,7 @@ def test_a_fit_has_the_numbers_of_a_plain_loop(strategy, accumulate, clip, tmp_p
     fit.fit(module, words())
     assert module.losses == pytest.approx(losses, abs=1e-6)
     check(module, expected)
-    optimizer = module._zeroshard.optimizer
+    optimizer = module._zeroshard.optimizers.one
     coefficient = 1.0 if clip is None else pytest.approx(clip / optimizer.last_step.grad_norm)
     assert optimizer.param_groups[0]["lr"] == lr and optimizer.last_step.clip_coefficient == coefficient
     assert module._zeroshard.config.stage == STRATEGIES[strategy]["stage"]
@@ -263,7 +263,7 @@ def test_a_resumed_fit_is_one_that_was_never_interrupted(kind, stage, tmp_path):
     again = trainer(tmp_path, strategy(), epochs=3, accumulate_grad_batches=2)
     again.fit(second, words(), ckpt_path=kept.last_model_path)
     assert first.losses + second.losses == pytest.approx(losses, abs=1e-6)
-    assert second._zeroshard.optimizer.param_groups[0]["lr"] == pytest.approx(lr)
+    assert second._zeroshard.optimizers.one.param_groups[0]["lr"] == pytest.approx(lr)
     check(second, expected)
     if kind == "sharded":
         (found,) = inspect_checkpoint(kept.best_model_path)

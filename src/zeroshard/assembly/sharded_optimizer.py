@@ -102,8 +102,7 @@ setattr(OfShardedModel, OWN_UNSCALING, property(OfShardedModel._leaves_scale_to_
 
 
 def _of_others(runtime: Runtime, optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the ids of the parameters whose gradients an optimizer leaves alone: those that other optimizers of the model hold,
-    those that wait included. Under FSDP2's door, as there: all that are not its own."""
+    """Return the ids of the parameters whose gradients an optimizer leaves alone: others'; under FSDP2's door all but its own."""
     if runtime.shows_masters:
         return runtime.trained - members_of(optimizer)
 

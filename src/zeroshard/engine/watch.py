@@ -1,5 +1,4 @@
-"""Watches: checks that a runtime calls, and its optimizers. Those of this file notice nothing; zs.shard gives it the ones of guard/
-and assembly/."""
+"""Watches of a runtime, and its optimizers. These notice nothing; zs.shard gives it those of guard/ and assembly/."""
 
 from __future__ import annotations
 

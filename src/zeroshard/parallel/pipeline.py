@@ -8,7 +8,7 @@ The last backward starts the reduction of each unit whose gradients are complete
 previous stage gets its gradients first. So gradients are reduced once per step, while the pipeline drains.
 
 Schedules that split a backward (zero bubble) compute weight gradients apart, by autograd.grad, which the runtime's hooks on
-parameters do not see: `_Stage` passes these gradients to `Engine.hold_gradients`.
+parameters do not see: `_Stage` passes these gradients to `HeldGradients.add`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Work that forwards and backwards do by themselves, done by hand: gather units (FSDP2's `unshard` and `reshard`), and sum
-and reduce gradients (pipelines, zs.accumulate)."""
+"""Work that forwards and backwards do by themselves, done by hand: units are gathered, gradients are summed and reduced."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from torch import nn
 
 import zeroshard as zs
 
+from ...seam import engine_of
 from ...utils.lightning_compat import synchronise_layers
 from .sharding import Sharding, is_sharded, whole_state_dict
 
@@ -105,7 +106,7 @@ class TrainerSharding(Sharding):
         return not self._restored
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
-        return self.lightning_module._zeroshard.optimizer
+        return engine_of(self.lightning_module).optimizer
 
     def lightning_module_state_dict(self) -> dict[str, object]:
         """Return the module's state dict: slices for a sharded checkpoint, whole tensors for a full one (collective)."""
