@@ -286,7 +286,7 @@ class Engine:
 
     def mark_unusable(self, why: ZeroshardError | None) -> None:
         """Let each use of the model raise an error such as that of a load that failed half-way; None lets it be used again."""
-        self._runtime.gate.unusable = why
+        self._runtime.gate.mark(why)
 
     def check_model(self) -> None:
         """Raise ModelChanged if the model's parameters are no longer the ones that zs.shard() installed."""

@@ -1,10 +1,12 @@
 """zeroshard.fsdp beside torch's FSDP2: the same program with either gives equal losses, norms, parameters and optimizer states."""
 
+import contextlib
 import copy
 import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -484,6 +486,34 @@ def _optimizers_anew(door, rank):
     return found, states(model, optimizer)
 
 
+def _loaded_after_a_write(door, rank):
+    """A write in a forward stays where ranks keep wholes: then the model is refused until all parameters are loaded."""
+    model = wrapped(door)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    first = steps(model, optimizer, rank, last=2)
+    values, folder = get_model_state_dict(model, options=FULL), [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    dcp_save({"model": model.state_dict()}, checkpoint_id=folder[0])
+
+    def write(module, *_):
+        module.weight.add_(1.0)
+
+    for load in (
+        lambda: set_model_state_dict(model, values, options=FULL),
+        lambda: dcp_load({"model": model.state_dict()}, checkpoint_id=folder[0]),
+    ):
+        dist.barrier()  # a rank may write to memory of all
+        handle = model.head.register_forward_hook(write)
+        with torch.no_grad(), contextlib.suppress(zs.ShardedWriteError):
+            loss_of(model, rank, 0)
+        handle.remove()
+        model.reshard()
+        load()
+        loss_of(model, rank, 0).backward()
+        optimizer.zero_grad()
+    return first + steps(model, optimizer, rank, 2), states(model, optimizer)
+
+
 def _sums_unseen(door, rank):
     """Clipped and stepped while sums are held back, too: there are no gradients yet, and the sums stay."""
     model = wrapped(door)
@@ -528,7 +558,7 @@ def _averages(door, rank):
 PROGRAMS = (
     _of_the_head_alone, _by_dtensors, _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies,
     _accumulated, _meta, _assigned, _gathered, _written, _two_optimizers, _two_optimizers_scaled, _beside_the_model, _states_from_the_start,
-    _optimizers_anew, _sums_unseen, _averages,
+    _optimizers_anew, _sums_unseen, _averages, _loaded_after_a_write,
 )  # fmt: skip
 
 
@@ -578,6 +608,7 @@ LOWERED = (
     _optimizers_anew,
     _sums_unseen,
     _averages,
+    _loaded_after_a_write,
 )
 
 

@@ -525,8 +525,10 @@ class Unit:
             effect = (
                 "in memory that ranks share (map_shared=True): all have" if shared else "where each rank keeps the whole: it has"
             )
-            effect += " other values now. Load a checkpoint, or make the model anew"
+            effect += " other values now. Load all parameters (model.load_state_dict, torch.distributed.checkpoint.load, zs.load)"
         error = ShardedWriteError(f"{what}, {effect}. {remedy}.")
         if lasts:
-            self.runtime.gate.unusable = error
+            kept = [group for unit in self.runtime.units for group in unit.gathered if not group.values.released]
+            homes = (home for group in kept for home, spec in zip(group.homes, group.specs, strict=True) if not spec.absent)
+            self.runtime.gate.mark(error, homes)
         raise ShardedWriteError(*error.args)  # another object: each raise adds frames to it
