@@ -116,6 +116,8 @@ def steps(model, optimizer, rank: int, first: int = 0, last: int = 4, accumulate
         optimizer.zero_grad()
         if type(norm) is not torch.Tensor:  # at stage 0 gradients are ordinary tensors, and so is their norm
             assert type(norm.full_tensor()) is type(norm.to_local()) is torch.Tensor
+            param = next(model.parameters())
+            assert norm.device_mesh == param.device_mesh and norm.placements == (Replicate(),) * norm.device_mesh.ndim
             norm = norm.full_tensor()
         found.append((loss.item(), float(norm)))
     return found
