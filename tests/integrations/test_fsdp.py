@@ -516,6 +516,31 @@ def _loaded_after_a_write(door, rank):
     return first + steps(model, optimizer, rank, 2), states(model, optimizer)
 
 
+def _assigned_parameters(door, rank):
+    """Parameters assigned before the first forward: before any use, after a read, and after to_empty() of another model."""
+    results = []
+    for device in ("cpu", "meta"):
+        model, new = wrapped(door, net(device)), torch.arange(99.0).view(11, 9) / 99
+
+        def assign(module, name, value):
+            param = getattr(module, name)
+            setattr(module, name, nn.Parameter(distribute_tensor(value, param.device_mesh, param.placements)))
+
+        if device == "meta":
+            model.to_empty(device="cpu")
+            model.scale.fill_(1.0)
+            for module in list(model.modules()):
+                for name, param in list(module.named_parameters(recurse=False)):
+                    assign(module, name, torch.full(param.shape, 0.1))
+        assign(model.head, "weight", new)
+        model.blocks[1].up.weight.full_tensor()  # a first use
+        assign(model.blocks[0].up, "bias", new.flatten()[:28])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+        results += steps(model, optimizer, rank)
+    return results, states(model, optimizer)
+
+
 def _sums_unseen(door, rank):
     """Clipped and stepped while sums are held back, too: there are no gradients yet, and the sums stay."""
     model = wrapped(door)
@@ -560,7 +585,7 @@ def _averages(door, rank):
 PROGRAMS = (
     _of_the_head_alone, _by_dtensors, _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies,
     _accumulated, _meta, _assigned, _gathered, _written, _two_optimizers, _two_optimizers_scaled, _beside_the_model, _states_from_the_start,
-    _optimizers_anew, _sums_unseen, _averages, _loaded_after_a_write,
+    _optimizers_anew, _sums_unseen, _averages, _loaded_after_a_write, _assigned_parameters,
 )  # fmt: skip
 
 
@@ -1418,6 +1443,27 @@ def _mistake_write():
     model.reshard()
 
 
+def _mistake_late_tie():
+    model = wrapped(fsdp, Net(words=9))
+    torch.optim.AdamW(model.parameters())
+    model.head.weight = model.embedding.weight
+    model(torch.zeros(1, 4, dtype=torch.long))
+
+
+def _mistake_late_replacement():
+    model = wrapped(fsdp)
+    loss_of(model, 0, 0)
+    model.head.weight = nn.Parameter(torch.ones(11, 9))
+    loss_of(model, 0, 0)
+
+
+def _mistake_late_module():
+    model = wrapped(fsdp)
+    model.state_dict()
+    model.head = nn.Linear(9, 11)
+    loss_of(model, 0, 0)
+
+
 def _mistake_sync_of_a_part():
     model = wrapped(fsdp)
     model.blocks[0].set_requires_gradient_sync(False)
@@ -1438,6 +1484,9 @@ MISTAKES = {
     _mistake_conversion: "parameter weight would be converted from torch.float32 on cpu to torch.float16 .* mp_policy",
     _mistake_no_values: r"still on meta device: .*'embedding.weight'.* Call model.to_empty",
     _mistake_write: r"head.weight: written in place after unshard\(\), .* Write the sharded parameter, before unshard\(\) or after",
+    _mistake_late_tie: r"Linear.weight was tied to embedding.weight after the model's first use .* Tie them before it",
+    _mistake_late_replacement: r"head.weight was replaced after the model's first use \(a forward, .*: do that before it",
+    _mistake_late_module: r"parameter head.weight was replaced, added or removed after the model's first use",
     _mistake_sync_of_a_part: r"set_requires_gradient_sync\(False\) on FSDPBlock alone: .* Call it on the model's root",
     lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh="dp"): "mesh: fully_shard expects a 1D or 2D DeviceMesh but got str",
     lambda: fsdp.fully_shard("model"): "expected an nn.Module or a list of them, got str",

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..api import close, shard
 from ..assembly.late_optimizer import expect, watch
-from ..errors import ConfigError
-from ..seam import FIRST_USE, NOT_SHARDED, Engine, Shown, engine_of, masters_shown, stays_whole
+from ..errors import ConfigError, ModelChanged
+from ..seam import FIRST_USE, NOT_SHARDED, Engine, Shown, engine_of, info_of, masters_shown, stays_whole
 from ..utils.setting import setting
 from ..utils.tensor_tree import map_tensors
 from ..utils.torch_compat import own_parameters
@@ -117,6 +117,7 @@ class Call:
         self.reshard_after_forward = reshard_after_forward
         self.number = next(_numbers)  # ranks shard models in the order of their calls: a set has another order on each
         self.undefined: dict[Call, tuple[int, list[str]]] = {}  # of the root: see `check_values`
+        self.placed: list[tuple[nn.Module, str, nn.Parameter]] = []  # of the root, until its first forward: see `take_assigned`
 
     @property
     def sync(self) -> bool:
@@ -188,6 +189,27 @@ class Call:
                 "or load them: model.load_state_dict(state, assign=True)."
             )
         self.undefined = {}
+
+    def take_assigned(self) -> None:
+        """Take the values of parameters that the program has assigned since the model was sharded, before its first forward (collective).
+
+        The sharded parameters go back into the modules, and take the places of the assigned ones in optimizers (`_now`).
+        """
+        for module, attribute, param in self.placed:
+            given = own_parameters(module).get(attribute)
+            if (
+                given is None or given is param or given.is_meta or given.shape != param.shape
+            ):  # what can not be taken raises when used
+                continue
+            if (info := info_of(given)) is not None:
+                raise ModelChanged(
+                    f"{type(module).__name__}.{attribute} was tied to {info.name} after the model's first use (a state_dict(), to_empty(), an optimizer), "
+                    "which has laid both out. Tie them before it, as by assigning right after fully_shard."
+                )
+            with torch.no_grad():
+                param.copy_(given.full_tensor() if isinstance(given, DTensor) else given)
+            param.requires_grad_(given.requires_grad)
+            given.__dict__[NOW] = own_parameters(module)[attribute] = param
 
     def tree(self) -> set[nn.Module]:
         """Return the unit's modules and all inside of them."""
@@ -315,7 +337,7 @@ class Call:
             _sharded.discard(self.module)
             if kept is not None:
                 kept[:] = [model for model in kept if model is not self.module]
-        self.engine = None
+        self.engine, self.placed = None, []
         if any(param is not before[name] for name, param in self.own_parameters()):
             raise ConfigError(
                 f"fully_shard: parameters of {type(self.module).__name__}, a part of this module that was used before, could not be put back, "
@@ -336,6 +358,10 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     options = options_of(root, inner, names)
     on_meta = [name for name, param in root.own_parameters() if param.is_meta]
     given = {name: param for name, param in root.own_parameters() if isinstance(param, DTensor)}
+    for cut, whole in _wholes(root, given.values()).items():
+        for module in model.modules():
+            entries = own_parameters(module)
+            entries.update({name: whole for name, each in entries.items() if each is cut})
     mesh = root.mesh
     if mesh is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # as fully_shard of FSDP2
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -352,6 +378,8 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
         if name in given:
             given[name].__dict__[NOW] = param
     root.engine = engine_of(model)
+    own = ((module, *each) for module in model.modules() for each in nn.Module.named_parameters(module, recurse=False))
+    root.placed = [each for each in own if not stays_whole(each[2])]
     if mesh is not None:
         root.engine.show(Shown(*root.shown(), viewed, NoMemory, DTensor, waits))
     serve_loads(model, root.engine)
@@ -371,6 +399,12 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
         _sharded.add(model)
         if kept is not None:
             kept.append(model)
+
+
+def _wholes(root: Call, given: Iterable[DTensor]) -> dict[DTensor, nn.Parameter]:
+    """Return whole parameters for DTensors, cut as parameters show themselves, that the program has assigned (collective)."""
+    cut = [param for param in given if (param.device_mesh, param.placements) == root.shown()]
+    return {param: nn.Parameter(param.full_tensor().detach(), param.requires_grad) for param in cut}
 
 
 def waits(tensor: Tensor) -> bool:
@@ -452,7 +486,7 @@ def _complete_owners(optimizer: torch.optim.Optimizer, params: Iterable[Any]) ->
         joint.wait()
         roots = [joint]
     for root in roots:
-        root.complete()
+        root.complete().take_assigned()
 
 
 @functools.cache

@@ -84,6 +84,9 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         if call.waits:
             call.check_values()
         root = self._ready()
+        if root.placed:
+            root.take_assigned()
+            root.placed = []
         if root.undefined:
             root.check_values()
         if not root.entered or call_of(self) in (root, *root.joined):
