@@ -1464,6 +1464,14 @@ def _mistake_late_module():
     loss_of(model, 0, 0)
 
 
+def _mistake_unfrozen():
+    model = net()
+    model.blocks[0].requires_grad_(False)
+    loss_of(wrapped(fsdp, model), 0, 0)
+    model.blocks[0].requires_grad_(True)
+    loss_of(model, 0, 0)
+
+
 def _mistake_sync_of_a_part():
     model = wrapped(fsdp)
     model.blocks[0].set_requires_gradient_sync(False)
@@ -1487,6 +1495,7 @@ MISTAKES = {
     _mistake_late_tie: r"Linear.weight was tied to embedding.weight after the model's first use .* Tie them before it",
     _mistake_late_replacement: r"head.weight was replaced after the model's first use \(a forward, .*: do that before it",
     _mistake_late_module: r"parameter head.weight was replaced, added or removed after the model's first use",
+    _mistake_unfrozen: r"blocks.0.up.weight .* frozen at the model's first use: .*make the optimizer, or call model.state_dict\(\), and freeze it then",
     _mistake_sync_of_a_part: r"set_requires_gradient_sync\(False\) on FSDPBlock alone: .* Call it on the model's root",
     lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh="dp"): "mesh: fully_shard expects a 1D or 2D DeviceMesh but got str",
     lambda: fsdp.fully_shard("model"): "expected an nn.Module or a list of them, got str",
