@@ -541,6 +541,64 @@ def _assigned_parameters(door, rank):
     return results, states(model, optimizer)
 
 
+class Headless(Net):
+    """The head is called by the loss."""
+
+    def forward(self, words):
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def _chunked(door, rank, count=lambda model: 0):
+    """A loss in chunks, as torchtitan has it: the head is gathered once, and its gradient reduced once; count: called after each step."""
+    torch.manual_seed(3)
+    model = Headless()
+    head = door.fully_shard(model.head)
+    wrapped(door, model)
+    optimizer, found, counts = torch.optim.AdamW(model.parameters(), lr=0.02), [], []
+    for step in range(3):
+        words = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(17 * step + rank))
+        hidden, total = model(words[:, :-1]), 0.0
+        head.set_reshard_after_forward(False)
+        head.set_reshard_after_backward(False)
+        head.set_requires_gradient_sync(False, recurse=False)
+        head.unshard()
+        chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(3, dim=1)]
+        for number, (chunk, wanted) in enumerate(zip(chunks, words[:, 1:].chunk(3, dim=1), strict=True)):
+            head.set_requires_gradient_sync(number == 2, recurse=False)
+            loss = nn.functional.cross_entropy(head(chunk).flatten(0, 1), wanted.flatten()) / 3
+            loss.backward()
+            total += loss.item()
+        head.set_reshard_after_forward(True)
+        head.set_reshard_after_backward(True)
+        head.reshard()
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks], dim=1))
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, norm))
+        counts.append(count(model))
+    return (found, states(model, optimizer)) if not counts[0] else counts
+
+
+def _part_unsynced(door, rank):
+    """A block holds its gradients back in each first micro-batch."""
+    model = wrapped(door)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.02), []
+    for step in range(3):
+        for micro in range(2):
+            model.blocks[0].set_requires_gradient_sync(micro == 1)
+            (loss_of(model, rank, 2 * step + micro) / 2).backward()
+            grads = [model.blocks[0].up.weight.grad, model.blocks[1].up.weight.grad]
+            assert [grad is None for grad in grads] == [micro == 0, False]
+        found.append((0.0, float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, states(model, optimizer)
+
+
 def _sums_unseen(door, rank):
     """Clipped and stepped while sums are held back, too: there are no gradients yet, and the sums stay."""
     model = wrapped(door)
@@ -585,7 +643,8 @@ def _averages(door, rank):
 PROGRAMS = (
     _of_the_head_alone, _by_dtensors, _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies,
     _accumulated, _meta, _assigned, _gathered, _written, _two_optimizers, _two_optimizers_scaled, _beside_the_model, _states_from_the_start,
-    _optimizers_anew, _sums_unseen, _averages, _loaded_after_a_write, _assigned_parameters,
+    _optimizers_anew, _sums_unseen, _averages, _loaded_after_a_write, _assigned_parameters, _chunked,
+    _part_unsynced,
 )  # fmt: skip
 
 
@@ -636,6 +695,8 @@ LOWERED = (
     _sums_unseen,
     _averages,
     _loaded_after_a_write,
+    _chunked,
+    _part_unsynced,
 )
 
 
@@ -714,6 +775,26 @@ def test_wholes_that_ranks_keep_are_gathered_after_writes_alone():
     for counts, groups, formula, held in run_processes(_kept, 2):
         assert counts == [0, groups, groups, groups + 1, groups + 1]
         assert formula == 2 * numel <= held
+
+
+def _counted(rank, ranks):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    fsdp.configure(map_shared=False)
+
+    def count(model):
+        traffic = engine_of(model).snapshot().traffic
+        return traffic["gather"].count, traffic["reduce"].count, engine_of(model).snapshot().notes
+
+    return _chunked(fsdp, rank, count)
+
+
+@pytest.mark.processes
+def test_a_loss_in_chunks_gathers_and_reduces_its_head_once():
+    for counts in run_processes(_counted, 2):
+        (gathers, reductions, notes), *more = counts
+        assert reductions == 4 and gathers <= 8 and not notes  # two blocks, the rest, the head
+        assert [(each[0], each[1]) for each in more] == [(gathers * 2, 8), (gathers * 3, 12)]
 
 
 def _hsdp(rank, ranks):
@@ -1472,12 +1553,6 @@ def _mistake_unfrozen():
     loss_of(model, 0, 0)
 
 
-def _mistake_sync_of_a_part():
-    model = wrapped(fsdp)
-    model.blocks[0].set_requires_gradient_sync(False)
-    loss_of(model, 0, 0)
-
-
 def _named_dims(**dims):
     mesh = DeviceMesh("cpu", torch.zeros(1, 1, dtype=torch.int), mesh_dim_names=("dp", "cp"), _init_backend=False, _rank=0)
     fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=torch_fsdp.DataParallelMeshDims(**dims))
@@ -1496,7 +1571,6 @@ MISTAKES = {
     _mistake_late_replacement: r"head.weight was replaced after the model's first use \(a forward, .*: do that before it",
     _mistake_late_module: r"parameter head.weight was replaced, added or removed after the model's first use",
     _mistake_unfrozen: r"blocks.0.up.weight .* frozen at the model's first use: .*make the optimizer, or call model.state_dict\(\), and freeze it then",
-    _mistake_sync_of_a_part: r"set_requires_gradient_sync\(False\) on FSDPBlock alone: .* Call it on the model's root",
     lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh="dp"): "mesh: fully_shard expects a 1D or 2D DeviceMesh but got str",
     lambda: fsdp.fully_shard("model"): "expected an nn.Module or a list of them, got str",
     lambda: fsdp.fully_shard(nn.Linear(2, 2)).set_all_reduce_hook(print): "does not serve set_all_reduce_hook: use a mesh of two axes",

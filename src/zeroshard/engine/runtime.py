@@ -591,7 +591,8 @@ class Runtime:
         if not unit.in_use:
             unit.entries.hide()
             unit.entries.swap_out()
-            unit.reshard()
+            if not (unit.releases and True in unit.stays):
+                unit.reshard()
 
     def end_backward(self) -> None:
         """End a backward (collective): reduce units that only other ranks used, wait for all reductions, release all units."""

@@ -311,13 +311,21 @@ class Call:
         with _lock:
             for call in (root, *inner):
                 _waiting.discard(call)
-        if root.joined:
-            root.module.require_backward_grad_sync = root.sync  # type: ignore[assignment]
+        root.switch()
         for call in (root, *inner):
             if call.factor is not None:
                 root.engine.units(call.managed()).divide_gradients(call.factor)  # type: ignore[union-attr]
         expect_late_optimizers()
         return root
+
+    def switch(self) -> None:
+        """Let backwards of this root's model reduce gradients as its units say: of all, of some, or of none."""
+        calls = {call_of(module) for module in self.tree() if STATE in module.__dict__}
+        still = [call for call in calls if not (call.sync or call.joined)]
+        if self.engine is not None:
+            syncs = len(still) < len(calls) - bool(self.joined)
+            self.module.require_backward_grad_sync = syncs  # type: ignore[assignment]
+            self.engine.units({module for call in still for module in call.managed()} if syncs else ()).pause()
 
     def reopen(self) -> None:
         """Close the model of this root, whose parameters become the program's own again (collective): an outer call follows."""
@@ -482,7 +490,7 @@ def _complete_owners(optimizer: torch.optim.Optimizer, params: Iterable[Any]) ->
                 root.reopen()
         parts = [part for root in roots for part in root.joined or [root]]
         joint = Call((Several(part.module for part in parts),), parts[0].mesh, None, parts[0].mp_policy, None)
-        joint.joined, joint.module.__dict__[STATE], joint.reduces = parts, joint, any(part.sync for part in parts)
+        joint.joined, joint.module.__dict__[STATE] = parts, joint
         joint.wait()
         roots = [joint]
     for root in roots:
