@@ -278,7 +278,7 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 70_400,
+    "lines of src/zeroshard and benchmarks": 70_600,
     "lines of ring 0 (engine/)": 9_000,
     "lines of ring 1": 12_100,
     "imports that leave ring 0": 0,
@@ -287,9 +287,9 @@ BOUNDS: dict[str, float] = {
     "files to own for engine (engine.unit)": 47,
     "lines of these, engine.unit": 8_200,
     "files to own for engine and optimizer (engine.optimizer)": 69,
-    "lines of these, engine.optimizer": 12_600,
+    "lines of these, engine.optimizer": 12_700,
     "files to own for zs.shard (api)": 178,
-    "lines of these, api": 33_600,
+    "lines of these, api": 33_700,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,
     "places of comm inside the engine": 0,

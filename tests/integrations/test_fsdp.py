@@ -1570,7 +1570,7 @@ MISTAKES = {
     _mistake_late_tie: r"Linear.weight was tied to embedding.weight after the model's first use .* Tie them before it",
     _mistake_late_replacement: r"head.weight was replaced after the model's first use \(a forward, .*: do that before it",
     _mistake_late_module: r"parameter head.weight was replaced, added or removed after the model's first use",
-    _mistake_unfrozen: r"blocks.0.up.weight .* frozen at the model's first use: .*make the optimizer, or call model.state_dict\(\), and freeze it then",
+    _mistake_unfrozen: r"blocks.0.up.weight .* frozen at the model's first use: .* freeze it afterwards, at any time: make the optimizer, or call model.state_dict",
     lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh="dp"): "mesh: fully_shard expects a 1D or 2D DeviceMesh but got str",
     lambda: fsdp.fully_shard("model"): "expected an nn.Module or a list of them, got str",
     lambda: fsdp.fully_shard(nn.Linear(2, 2)).set_all_reduce_hook(print): "does not serve set_all_reduce_hook: use a mesh of two axes",

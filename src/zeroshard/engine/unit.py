@@ -230,7 +230,6 @@ class ParamGroup:
 
     @property
     def _hides_sums(self) -> bool:
-        """True while the program sees no gradients of the group, though it has sums that are held back."""
         return self.runtime.hides_sums or self.unit.number in self.runtime.reductions.paused
 
     def parts(self, without: Collection[int]) -> list[int] | None:
@@ -537,6 +536,5 @@ class Unit:
         error = ShardedWriteError(f"{what}, {effect}. {remedy}.")
         if lasts:
             kept = [group for unit in self.runtime.units for group in unit.gathered if not group.values.released]
-            homes = (home for group in kept for home, spec in zip(group.homes, group.specs, strict=True) if not spec.absent)
-            self.runtime.gate.mark(error, homes)
+            self.runtime.gate.mark(error, (home for group in kept for home in group.homes if not group.specs[home.index].absent))
         raise ShardedWriteError(*error.args)  # another object: each raise adds frames to it

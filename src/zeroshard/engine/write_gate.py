@@ -27,7 +27,7 @@ class WriteGate:
     delayed: the delayed update; steppers: those of steps on the host. The optimizers' cores add theirs, if used.
     saver: the background saver of checkpoints, from the first save on. unusable: why the values are not of one state (a load that
     failed half-way, a write to whole parameters that stays), which each use of the model raises. stale: parameters that are yet to be
-    written anew before it may be used again; empty where only a load by zeroshard ends that.
+    written anew before it may be used; empty where only zs.load ends that.
     """
 
     def __init__(self, runtime: Runtime) -> None:
