@@ -285,7 +285,7 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 70_500,
+    "lines of src/zeroshard and benchmarks": 70_600,
     "lines of ring 0 (engine/)": 8_500,
     "lines of ring 1": 12_600,
     "imports that leave ring 0": 0,
@@ -295,9 +295,9 @@ BOUNDS: dict[str, float] = {
     "files to own for engine (engine.unit)": 47,
     "lines of these, engine.unit": 8_200,
     "files to own for engine and optimizer (engine.optimizer)": 66,
-    "lines of these, engine.optimizer": 12_100,
+    "lines of these, engine.optimizer": 12_200,
     "files to own for zs.shard (api)": 179,
-    "lines of these, api": 33_600,
+    "lines of these, api": 33_700,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,
     "places of comm inside the engine": 0,
@@ -337,7 +337,7 @@ BOUNDS: dict[str, float] = {
     "files that the model enters in zs.shard": 15,
     "fields of Runtime that change": 9,
     "fields of Unit that change": 10,
-    "Any in 1,000 lines": 12.2,
+    "Any in 1,000 lines": 12.1,
     COMMENTS: 4.2,
 }
 

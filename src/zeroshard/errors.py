@@ -238,6 +238,15 @@ class BaseModelMismatch(CheckpointError, ValueError):
     """A checkpoint without the frozen parameters belongs to another base model. Nothing was changed."""
 
 
+def changed_late(what: str, change: str, at_first_use: bool) -> ModelChanged:
+    """Return the error for a change of a sharded model. at_first_use: zeroshard.fsdp has sharded it, at its first use."""
+    if at_first_use:
+        return ModelChanged(
+            f"{what} after the model's first use (a forward, a state_dict, an optimizer), which shards it: do that before it."
+        )
+    return ModelChanged(f"{what} after zs.shard(). zs.close(model) first, {change}, then zs.shard() it again.")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" with the known word most similar to `word`, or "" if none is similar."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)

@@ -1,10 +1,12 @@
 """zeroshard.fsdp beside torch's FSDP2: the same program with either gives equal losses, norms, parameters and optimizer states."""
 
+import contextlib
 import copy
 import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -115,6 +117,8 @@ def steps(model, optimizer, rank: int, first: int = 0, last: int = 4, accumulate
         optimizer.zero_grad()
         if type(norm) is not torch.Tensor:  # at stage 0 gradients are ordinary tensors, and so is their norm
             assert type(norm.full_tensor()) is type(norm.to_local()) is torch.Tensor
+            param = next(model.parameters())
+            assert norm.device_mesh == param.device_mesh and norm.placements == (Replicate(),) * norm.device_mesh.ndim
             norm = norm.full_tensor()
         found.append((loss.item(), float(norm)))
     return found
@@ -485,6 +489,117 @@ def _optimizers_anew(door, rank):
     return found, states(model, optimizer)
 
 
+def _loaded_after_a_write(door, rank):
+    """A write in a forward stays where ranks keep wholes: then the model is refused until all parameters are loaded."""
+    model = wrapped(door)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    first = steps(model, optimizer, rank, last=2)
+    values, folder = get_model_state_dict(model, options=FULL), [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    dcp_save({"model": model.state_dict()}, checkpoint_id=folder[0])
+
+    def write(module, *_):
+        module.weight.add_(1.0)
+
+    for load in (
+        lambda: set_model_state_dict(model, values, options=FULL),
+        lambda: dcp_load({"model": model.state_dict()}, checkpoint_id=folder[0]),
+    ):
+        dist.barrier()  # a rank may write to memory of all
+        handle = model.head.register_forward_hook(write)
+        with torch.no_grad(), contextlib.suppress(zs.ShardedWriteError):
+            loss_of(model, rank, 0)
+        handle.remove()
+        model.reshard()
+        load()
+        loss_of(model, rank, 0).backward()
+        optimizer.zero_grad()
+    return first + steps(model, optimizer, rank, 2), states(model, optimizer)
+
+
+def _assigned_parameters(door, rank):
+    """Parameters assigned before the first forward: before any use, after a read, and after to_empty() of another model."""
+    results = []
+    for device in ("cpu", "meta"):
+        model, new = wrapped(door, net(device)), torch.arange(99.0).view(11, 9) / 99
+
+        def assign(module, name, value):
+            param = getattr(module, name)
+            setattr(module, name, nn.Parameter(distribute_tensor(value, param.device_mesh, param.placements)))
+
+        if device == "meta":
+            model.to_empty(device="cpu")
+            model.scale.fill_(1.0)
+            for module in list(model.modules()):
+                for name, param in list(module.named_parameters(recurse=False)):
+                    assign(module, name, torch.full(param.shape, 0.1))
+        assign(model.head, "weight", new)
+        model.blocks[1].up.weight.full_tensor()  # a first use
+        assign(model.blocks[0].up, "bias", new.flatten()[:28])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+        results += steps(model, optimizer, rank)
+    return results, states(model, optimizer)
+
+
+class Headless(Net):
+    """The head is called by the loss."""
+
+    def forward(self, words):
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def _chunked(door, rank, count=lambda model: 0):
+    """A loss in chunks, as torchtitan has it: the head is gathered once, and its gradient reduced once; count: called after each step."""
+    torch.manual_seed(3)
+    model = Headless()
+    head = door.fully_shard(model.head)
+    wrapped(door, model)
+    optimizer, found, counts = torch.optim.AdamW(model.parameters(), lr=0.02), [], []
+    for step in range(3):
+        words = torch.randint(0, 11, (2, 7), generator=torch.Generator().manual_seed(17 * step + rank))
+        hidden, total = model(words[:, :-1]), 0.0
+        head.set_reshard_after_forward(False)
+        head.set_reshard_after_backward(False)
+        head.set_requires_gradient_sync(False, recurse=False)
+        head.unshard()
+        chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(3, dim=1)]
+        for number, (chunk, wanted) in enumerate(zip(chunks, words[:, 1:].chunk(3, dim=1), strict=True)):
+            head.set_requires_gradient_sync(number == 2, recurse=False)
+            loss = nn.functional.cross_entropy(head(chunk).flatten(0, 1), wanted.flatten()) / 3
+            loss.backward()
+            total += loss.item()
+        head.set_reshard_after_forward(True)
+        head.set_reshard_after_backward(True)
+        head.reshard()
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks], dim=1))
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, norm))
+        counts.append(count(model))
+    return (found, states(model, optimizer)) if not counts[0] else counts
+
+
+def _part_unsynced(door, rank):
+    """A block holds its gradients back in each first micro-batch."""
+    model = wrapped(door)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.02), []
+    for step in range(3):
+        for micro in range(2):
+            model.blocks[0].set_requires_gradient_sync(micro == 1)
+            (loss_of(model, rank, 2 * step + micro) / 2).backward()
+            grads = [model.blocks[0].up.weight.grad, model.blocks[1].up.weight.grad]
+            assert [grad is None for grad in grads] == [micro == 0, False]
+        found.append((0.0, float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, states(model, optimizer)
+
+
 def _sums_unseen(door, rank):
     """Clipped and stepped while sums are held back, too: there are no gradients yet, and the sums stay."""
     model = wrapped(door)
@@ -529,7 +644,8 @@ def _averages(door, rank):
 PROGRAMS = (
     _of_the_head_alone, _by_dtensors, _unsharded, _roots, _ignored, _beside_replicas, _frozen, _given, _scaled, _plain, _policies,
     _accumulated, _meta, _assigned, _gathered, _written, _two_optimizers, _two_optimizers_scaled, _beside_the_model, _states_from_the_start,
-    _optimizers_anew, _sums_unseen, _averages,
+    _optimizers_anew, _sums_unseen, _averages, _loaded_after_a_write, _assigned_parameters, _chunked,
+    _part_unsynced,
 )  # fmt: skip
 
 
@@ -579,6 +695,9 @@ LOWERED = (
     _optimizers_anew,
     _sums_unseen,
     _averages,
+    _loaded_after_a_write,
+    _chunked,
+    _part_unsynced,
 )
 
 
@@ -657,6 +776,26 @@ def test_wholes_that_ranks_keep_are_gathered_after_writes_alone():
     for counts, groups, formula, held in run_processes(_kept, 2):
         assert counts == [0, groups, groups, groups + 1, groups + 1]
         assert formula == 2 * numel <= held
+
+
+def _counted(rank, ranks):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    fsdp.configure(map_shared=False)
+
+    def count(model):
+        traffic = engine_of(model).snapshot().traffic
+        return traffic["gather"].count, traffic["reduce"].count, engine_of(model).snapshot().notes
+
+    return _chunked(fsdp, rank, count)
+
+
+@pytest.mark.processes
+def test_a_loss_in_chunks_gathers_and_reduces_its_head_once():
+    for counts in run_processes(_counted, 2):
+        (gathers, reductions, notes), *more = counts
+        assert reductions == 4 and gathers <= 8 and not notes  # two blocks, the rest, the head
+        assert [(each[0], each[1]) for each in more] == [(gathers * 2, 8), (gathers * 3, 12)]
 
 
 def _hsdp(rank, ranks):
@@ -1553,9 +1692,32 @@ def _mistake_write():
     model.reshard()
 
 
-def _mistake_sync_of_a_part():
+def _mistake_late_tie():
+    model = wrapped(fsdp, Net(words=9))
+    torch.optim.AdamW(model.parameters())
+    model.head.weight = model.embedding.weight
+    model(torch.zeros(1, 4, dtype=torch.long))
+
+
+def _mistake_late_replacement():
     model = wrapped(fsdp)
-    model.blocks[0].set_requires_gradient_sync(False)
+    loss_of(model, 0, 0)
+    model.head.weight = nn.Parameter(torch.ones(11, 9))
+    loss_of(model, 0, 0)
+
+
+def _mistake_late_module():
+    model = wrapped(fsdp)
+    model.state_dict()
+    model.head = nn.Linear(9, 11)
+    loss_of(model, 0, 0)
+
+
+def _mistake_unfrozen():
+    model = net()
+    model.blocks[0].requires_grad_(False)
+    loss_of(wrapped(fsdp, model), 0, 0)
+    model.blocks[0].requires_grad_(True)
     loss_of(model, 0, 0)
 
 
@@ -1573,7 +1735,10 @@ MISTAKES = {
     _mistake_conversion: "parameter weight would be converted from torch.float32 on cpu to torch.float16 .* mp_policy",
     _mistake_no_values: r"still on meta device: .*'embedding.weight'.* Call model.to_empty",
     _mistake_write: r"head.weight: written in place after unshard\(\), .* Write the sharded parameter, before unshard\(\) or after",
-    _mistake_sync_of_a_part: r"set_requires_gradient_sync\(False\) on FSDPBlock alone: .* Call it on the model's root",
+    _mistake_late_tie: r"Linear.weight was tied to embedding.weight after the model's first use .* Tie them before it",
+    _mistake_late_replacement: r"head.weight was replaced after the model's first use \(a forward, .*: do that before it",
+    _mistake_late_module: r"parameter head.weight was replaced, added or removed after the model's first use",
+    _mistake_unfrozen: r"blocks.0.up.weight .* frozen at the model's first use: .* freeze it afterwards, at any time: make the optimizer, or call model.state_dict",
     lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh="dp"): "mesh: fully_shard expects a 1D or 2D DeviceMesh but got str",
     lambda: fsdp.fully_shard("model"): "expected an nn.Module or a list of them, got str",
     lambda: fsdp.fully_shard(nn.Linear(2, 2)).set_all_reduce_hook(print): "does not serve set_all_reduce_hook: use a mesh of two axes",

@@ -85,3 +85,24 @@ def test_an_end_without_visits_changes_nothing():
     play(schedule, [Visit(0, False), Visit(0, True)])
     schedule.end(True)
     assert schedule.upcoming(True) == [Visit(0, False), Visit(0, True)]
+
+
+def test_each_kind_of_step_that_begins_apart_from_the_models_forward_has_a_record():
+    """A loss in chunks: the head alone, forward and backward, for each chunk; then the backward of what comes before."""
+    schedule, body = Schedule(NAMES), [Visit(0, False), Visit(1, False)]
+    head, back = [Visit(2, False), Visit(2, True)], [Visit(1, True), Visit(0, True)]
+    foreseen = []
+    for _ in range(3):
+        for visit in body:
+            schedule.visit(visit, True)
+        for _ in range(3):
+            for visit in head:
+                schedule.visit(visit, True, alone=True)
+            schedule.end(True)
+            assert schedule.skipped(head[0], alone=True) == []
+        for visit in back:
+            schedule.visit(visit, True, alone=True)
+            foreseen.append(schedule.upcoming(True))
+        schedule.end(True)
+    assert not schedule.notes and foreseen == [[], [], back[1:], [], back[1:], []]
+    assert schedule.upcoming(True) == body + head

@@ -153,7 +153,7 @@ def test_a_write_to_wholes_that_ranks_keep_makes_the_model_unusable_until_a_load
         model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **way)
         inputs = token_batches(1, 1, WORLD)[0][0][0]
         zs.save(tmp_path, model, optimizer)
-        expected = model(*inputs).item()
+        expected, values = model(*inputs).item(), zs.full_state_dict(model)
         stays = way["stage"] < 3 or "param_persistence_threshold" in way
         told = (
             "where each rank keeps the whole: it has other values now. Load a" if stays else "where each rank has a copy that is"
@@ -173,7 +173,14 @@ def test_a_write_to_wholes_that_ranks_keep_makes_the_model_unusable_until_a_load
             for call in (lambda: model(*inputs), lambda: zs.full_state_dict(model), lambda: zs.save(tmp_path / "late", model)):
                 with pytest.raises(zs.ShardedWriteError, match=f"norm.bias: .*{told}"):
                     call()
-            zs.load(tmp_path, model, optimizer)
+            if unshards:
+                zs.load(tmp_path, model, optimizer)
+            else:  # all parameters are to be written, and not by themselves
+                model.load_state_dict(model.state_dict())
+                model.load_state_dict({name: values[name] for name in ("norm.bias", "norm.weight")}, strict=False)
+                with pytest.raises(zs.ShardedWriteError, match=r"Load all parameters \(model.load_state_dict"):
+                    model(*inputs)
+                model.load_state_dict(values)
         assert model(*inputs).item() == expected
 
     _shown(run)

@@ -39,10 +39,12 @@ class Freezing:
                 return
             for (group, index), required in zip(self._places, now, strict=True):
                 if required and not group.trainable:
+                    when, how = "zs.shard()", "; or zs.close(model) first, unfreeze it, and zs.shard() again"
+                    if group.runtime.shows_masters:  # zeroshard.fsdp
+                        when, how = "the model's first use", ": make the optimizer, or call model.state_dict(), before"
                     raise ModelChanged(
-                        f"requires_grad of parameter {group.specs[index].name} was switched on, but it was frozen at zs.shard(): it has "
-                        "no buffer for a gradient and no optimizer states. Let it require a gradient at zs.shard() and freeze it "
-                        "afterwards, which may be done at any time; or zs.close(model) first, unfreeze it, and zs.shard() again."
+                        f"requires_grad of parameter {group.specs[index].name} was switched on, but it was frozen at {when}: it has no buffer for a "
+                        f"gradient and no optimizer states. Let it require a gradient there, and freeze it afterwards, at any time{how}."
                     )
             for (group, index), required in zip(self._places, now, strict=True):
                 group.compute[index].requires_grad_(required)

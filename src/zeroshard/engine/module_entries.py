@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ModelChanged
+from ..errors import changed_late
 from ..tensor.sharded_tensor import ShardedParameter
 from ..utils import torch_compat
 from ..utils.torch_compat import tree_map_only
@@ -122,7 +122,6 @@ class ModuleEntries:
 
     def _complain(self, param: Tensor) -> None:
         name = next(s.name for g in self.groups for s, p in zip(g.specs, g.params, strict=True) if p is param)
-        raise ModelChanged(
-            f"parameter {name} was replaced after zs.shard(). zs.close(model) first, change the model (resize, replace), then "
-            "zs.shard() it again."
+        raise changed_late(
+            f"parameter {name} was replaced", "change the model (resize, replace)", self.groups[0].runtime.shows_masters
         )

@@ -164,6 +164,10 @@ class ParamHome(Home):
     def before_load(self) -> None:
         self.group.values.behind = self.group.values.kept
         self.group.comm.control.fence_write()
+        self.renewed()
+
+    def renewed(self) -> None:
+        self.group.runtime.gate.renewed(self)
 
     def before_write(self) -> None:
         self.group.begin_write()

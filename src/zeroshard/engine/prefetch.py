@@ -82,6 +82,8 @@ class Prefetcher:
         """
         if not unit.releases:
             return False
+        if False in unit.stays:
+            return True
         upcoming, seen = self.schedule.upcoming(training), {unit.number}
         if upcoming[:1] == [Visit(unit.number, False)]:
             return True

@@ -133,6 +133,7 @@ class Reductions:
     """The reductions of all units of a model: when each starts, and what ranks agree on at the end of a backward.
 
     of: the Reduction of each unit, by its number. touched: numbers of the parameters that got a gradient since the last `finish`.
+    paused: numbers of units, the same on every rank, whose gradients are held back while others are reduced (FSDP2's switch).
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Reductions:
         self.groups = [group for unit in units for group in unit.groups]
         self.num_params = sum(len(group.specs) for group in self.groups)
         self.touched: set[int] = set()
+        self.paused: set[int] = set()
         self.waits = True  # False: the end of a backward does not wait for reductions, `Runtime.flush` does
         self._completed: list[int] = []  # numbers of units with all gradients, in the order on this rank
         self._departing: list[Reduction] = []  # those whose results have not reached their tier
@@ -172,7 +174,7 @@ class Reductions:
         """Add a local gradient, of the shape of parameter `index` of the group. sync: to be reduced; else it is held back."""
         self.touched.add(group.specs[index].number)
         if not self.of[group.unit.number].started:
-            group.gradients.add(index, grad, sync)
+            group.gradients.add(index, grad, sync and group.unit.number not in self.paused)
         elif (group, index) in self._late:
             self._late[group, index].add_(grad)
         else:
@@ -180,6 +182,8 @@ class Reductions:
 
     def complete(self, unit: Unit) -> None:
         """Start the reduction of a unit that has all its gradients, now or (ordered communicators) when its turn comes."""
+        if unit.number in self.paused:
+            return
         self._completed.append(unit.number)
         if not self.in_order:
             self._start(self.of[unit.number])
@@ -187,7 +191,7 @@ class Reductions:
             done = set(self._completed)
             for number in self._order:
                 reduction = self.of[number]
-                if reduction.started or number in self._idle:
+                if reduction.started or number in self._idle or number in self.paused:
                     continue
                 if number not in done:  # later units must wait: all ranks start reductions in this order
                     return
@@ -259,8 +263,8 @@ class Reductions:
 
         Ranks exchange a bit mask of each; usually all send the same few bytes.
         """
-        begun = {each.number for each in self.of if any(buffer.pending or buffer.holds for buffer in each.buffers)}
-        mine = self.started | begun, self.touched, {group.unit.number for group, _ in self._late}
+        begun = {each.number for each in self.of if any(buffer.pending or buffer.holds for buffer in each.buffers)} - self.paused
+        mine = self.started | begun, self.touched - self._of_paused(), {group.unit.number for group, _ in self._late}
         self.frozen.follow()
         order = list(self._completed) if not self._agreed and self.in_order else []
         if self.comm.world_size == 1:
@@ -299,6 +303,10 @@ class Reductions:
         self._next = first + [number for number in self._order if number not in first]
         self._agreed = True
 
+    def _of_paused(self) -> set[int]:
+        units = [each.unit for each in self.of if each.number in self.paused]
+        return {spec.number for unit in units for group in unit.trainable for spec in group.specs}
+
     def square_sum(self, groups: Iterable[ParamGroup], without: Collection[int] = ()) -> float:
         """Return the sum of squares of reduced shards, which still carry loss scale and weights. Each offloaded one is read once.
 
@@ -331,7 +339,9 @@ class Reductions:
             for work in [buffer.gather() for buffer in replicated]:
                 work.wait()
             self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites a buffer that peers still copy
+        held = self.touched & self._of_paused()
         self.clear()
+        self.touched = held
 
 
 def _bits(mask: int) -> set[int]:

@@ -317,7 +317,7 @@ class Runtime:
         training = backward or self.in_training()
         if training:
             self._take_part(Visit(unit.number, backward))
-        self.schedule.visit(Visit(unit.number, backward), training)
+        self.schedule.visit(Visit(unit.number, backward), training, not self.forwards)
         self.attendance.gather(unit)
         unit.wait_for_unshard()
         unit.entries.swap_in()
@@ -331,10 +331,10 @@ class Runtime:
         """
         if not self.attendance.gathers_meet or self.comm.ordered or self.config.max_live_parameters:
             return
-        visits = self.schedule.skipped(visit)
+        visits = self.schedule.skipped(visit, not self.forwards)
         for visit in visits:
             unit = self.units[visit.unit]
-            self.schedule.visit(visit, training=True)
+            self.schedule.visit(visit, True, not self.forwards)
             self.attendance.gather(unit)
             unit.wait_for_unshard()
             if unit.in_use:  # a recorded visit inside a forward that still runs
@@ -460,7 +460,8 @@ class Runtime:
         if not unit.in_use:
             unit.entries.hide()
             unit.entries.swap_out()
-            unit.reshard()
+            if not (unit.releases and True in unit.stays):
+                unit.reshard()
 
     def end_backward(self) -> None:
         """End a backward (collective): reduce units that only other ranks used, wait for all reductions, release all units."""

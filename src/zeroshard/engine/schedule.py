@@ -4,7 +4,8 @@
     step 2..   follow   at each visit the units that come next are prefetched within a byte budget
 
 A visit that differs from the record is reported once, and the step is recorded anew; its unit is gathered on demand, as
-the caller does in any case. Evaluation (no gradients) has a record of its own.
+the caller does in any case. Evaluation (no gradients) has a record of its own. So has each kind of step that begins apart from
+the model's forward: a loss in chunks calls the head alone, and back, and then runs the backward of all that comes before.
 """
 
 from __future__ import annotations
@@ -27,11 +28,26 @@ class Visit(NamedTuple):
 
 @dataclass
 class Track:
-    """One recorded order of visits, and the visits of the present step."""
+    """The recorded orders of visits, and the visits of the present step.
 
-    order: list[Visit] = field(default_factory=list)
+    orders: by first visit, of a step that began apart; None: of the others. first: the present step's. entered: some visit came in a
+    forward of the model.
+    """
+
+    orders: dict[Visit | None, list[Visit]] = field(default_factory=dict)
     current: list[Visit] = field(default_factory=list)
     deviated: bool = False
+    first: Visit | None = None
+    entered: bool = False
+
+    @property
+    def order(self) -> list[Visit]:
+        """The record that the present step follows; between steps that of a forward of the model."""
+        return self.orders.get(self.first, [])
+
+    def begins_apart(self, visit: Visit, alone: bool) -> bool:
+        """Return whether a step begins with a visit that belongs to no forward of the model."""
+        return not self.current and alone and (visit.backward or self.entered)
 
     @property
     def following(self) -> bool:
@@ -56,9 +72,12 @@ class Schedule:
         if message not in self.notes:
             self.notes.append(message)
 
-    def visit(self, visit: Visit, training: bool) -> None:
-        """Add a visit that happens now, and a note if it is the first deviation of this step."""
+    def visit(self, visit: Visit, training: bool, alone: bool = False) -> None:
+        """Add a visit that happens now, and a note if it is the first deviation of this step. alone: outside of the model's forward."""
         track = self.tracks[training]
+        if track.begins_apart(visit, alone):
+            track.first = visit
+        track.entered |= not alone
         cursor = len(track.current)
         expected = track.order[cursor] if track.following and cursor < len(track.order) else None
         if cursor == _MOST_VISITS:
@@ -71,14 +90,14 @@ class Schedule:
             "the end of the step" if each is None else self.names[each.unit] + ("'" if each.backward else "")
             for each in (expected, visit)
         )
-        self.notes.append(f"unit order changed: expected {wanted}, got {got} (visit {cursor})")
+        self.note(f"unit order changed: expected {wanted}, got {got} (visit {cursor})")
 
     def upcoming(self, training: bool) -> list[Visit]:
         """Return the visits that the record expects after the present one, in order; empty while recording."""
         track = self.tracks[training]
         return track.order[len(track.current) :] if track.following else []
 
-    def skipped(self, visit: Visit | None) -> list[Visit]:
+    def skipped(self, visit: Visit | None, alone: bool = False) -> list[Visit]:
         """Return the visits that the record of training expects before `visit` (None: before the end of the step).
 
         Where gathers need every rank, a rank whose batch does not use these units takes part in their gathers:
@@ -92,11 +111,12 @@ class Schedule:
         where communicators match gathers and reductions by one order (NCCL), since a skipped unit has no reduction in its turn,
         nor with `max_live_parameters`, since a unit's release then depends on the units gathered before.
 
-        Empty if the record does not expect `visit`; in a step that begins in backward (a second backward over one graph); and for
-        a backward that enters no unit (a loss of parameters alone, by `p.full_tensor()`): in these no unit was skipped.
+        Empty if the record does not expect `visit`; in a step that begins in backward (a second backward over one graph) or apart; and
+        for a backward that enters no unit (a loss of parameters alone, by `p.full_tensor()`): in these no unit was skipped.
         """
         upcoming = self.upcoming(training=True)
-        if (visit is None or visit.backward) and not self.tracks[True].current:
+        track = self.tracks[True]
+        if not track.current and (visit is None or visit.backward or track.begins_apart(visit, alone)):
             return []
         if visit is None:
             return upcoming
@@ -108,5 +128,5 @@ class Schedule:
         if not track.current:
             return
         if not track.following or len(track.current) != len(track.order):  # a shorter step is a new record, too
-            track.order = track.current
-        track.current, track.deviated = [], False
+            track.orders[track.first] = track.current
+        track.current, track.deviated, track.first = [], False, None

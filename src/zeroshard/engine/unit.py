@@ -173,7 +173,7 @@ class ParamGroup:
         if self.grads is None:
             return None
         self.runtime.moved.check("gradients")
-        if self.grads.holds and self.runtime.hides_sums:
+        if self.grads.holds and self._hides_sums:
             return None
         if self.grads.holds:
             raise ShardedAccessError(
@@ -198,7 +198,7 @@ class ParamGroup:
                 raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
             return
         home, slot, grads = self.homes[index], self.layout.slots[index], self.grads
-        if value is None and self.runtime.hides_sums:  # it has none
+        if value is None and self._hides_sums:  # it has none
             return
         if grads.holds:
             raise ModelChanged(
@@ -227,6 +227,10 @@ class ParamGroup:
         self.active[index] = value is not None
         if value is None and not any(group.has_gradients for group in self.runtime.groups):
             self.runtime.forget_backwards()  # the program has set every p.grad = None: the same as zero_grad
+
+    @property
+    def _hides_sums(self) -> bool:
+        return self.runtime.hides_sums or self.unit.number in self.runtime.reductions.paused
 
     def parts(self, without: Collection[int]) -> list[int] | None:
         """Return the parameters with gradients that are not in `without` (ids); None if none of those with gradients is in it."""
@@ -314,6 +318,8 @@ class Unit:
         self.phase = Phase.SHARDED if self.sharded else Phase.READY
         self.lent = False  # the next release must let tensors that refer to the memory keep it (`ParamGroup.detach`)
         self.lends = False  # a forward of it has returned views of its memory, once or more
+        # after what it stays gathered until the program releases it: True: a backward, False: a forward
+        self.stays: set[bool] = set()
         self.forward: UnitForward | None = None  # the outermost forward that runs inside
         self.entries = ModuleEntries(groups)
         anew = [group for group in self.gathered if not group.values.kept]
@@ -525,8 +531,9 @@ class Unit:
             effect = (
                 "in memory that ranks share (map_shared=True): all have" if shared else "where each rank keeps the whole: it has"
             )
-            effect += " other values now. Load a checkpoint, or make the model anew"
+            effect += " other values now. Load all parameters (model.load_state_dict, torch.distributed.checkpoint.load, zs.load)"
         error = ShardedWriteError(f"{what}, {effect}. {remedy}.")
         if lasts:
-            self.runtime.gate.unusable = error
+            kept = [group for unit in self.runtime.units for group in unit.gathered if not group.values.released]
+            self.runtime.gate.mark(error, (home for group in kept for home in group.homes if not group.specs[home.index].absent))
         raise ShardedWriteError(*error.args)  # another object: each raise adds frames to it

@@ -17,6 +17,7 @@ from ..errors import ZeroshardError
 from .unit import ParamGroup, Unit
 
 if TYPE_CHECKING:
+    from .parameter import ParamHome
     from .runtime import Runtime
 
 
@@ -25,7 +26,8 @@ class WriteGate:
 
     delayed: the delayed update; steppers: those of steps on the host. The optimizers' cores add theirs, if used.
     saver: the background saver of checkpoints, from the first save on. unusable: why the values are not of one state (a load that
-    failed half-way, a write to whole parameters that stays), which each use of the model raises.
+    failed half-way, a write to whole parameters that stays), which each use of the model raises. stale: parameters that are yet to be
+    written anew before it may be used; empty where only zs.load ends that.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -34,6 +36,7 @@ class WriteGate:
         self.steppers: list[Any] = []
         self.saver: Any = None
         self.unusable: ZeroshardError | None = None
+        self.stale: set[ParamHome] = set()
 
     def wait(self, *units: Unit) -> None:
         """Wait until masters and states (and the shards of `units`) are at rest and nobody reads or writes them."""
@@ -64,6 +67,17 @@ class WriteGate:
             if group.masters.outdated():
                 self._drop_ahead()
                 group.masters.follow()
+
+    def mark(self, why: ZeroshardError | None, stale: Iterable[ParamHome] = ()) -> None:
+        """Refuse the use of the model, or (None) let it be used again. stale: see the class."""
+        self.unusable, self.stale = why, set(stale)
+
+    def renewed(self, home: ParamHome) -> None:
+        """Note that this rank's slice of a parameter was, or is about to be, written anew as a whole, as every rank's is."""
+        if home in self.stale:
+            self.stale.remove(home)
+            if not self.stale:
+                self.unusable = None
 
     def read_ahead(self) -> None:
         """Continue to read the next step's states ahead; the runtime calls this during forward and backward."""

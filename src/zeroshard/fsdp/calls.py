@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..api import close, shard
 from ..assembly.late_optimizer import expect, watch
-from ..errors import ConfigError
-from ..seam import FIRST_USE, NOT_SHARDED, Engine, Shown, engine_of, masters_shown, stays_whole
+from ..errors import ConfigError, ModelChanged
+from ..seam import FIRST_USE, NOT_SHARDED, Engine, Shown, engine_of, info_of, masters_shown, stays_whole
 from ..utils.setting import setting
 from ..utils.tensor_tree import map_tensors
 from ..utils.torch_compat import joined_mesh, own_parameters
@@ -117,6 +117,7 @@ class Call:
         self.reshard_after_forward = reshard_after_forward
         self.number = next(_numbers)  # ranks shard models in the order of their calls: a set has another order on each
         self.undefined: dict[Call, tuple[int, list[str]]] = {}  # of the root: see `check_values`
+        self.placed: list[tuple[nn.Module, str, nn.Parameter]] = []  # of the root, until its first forward: see `take_assigned`
 
     @property
     def sync(self) -> bool:
@@ -188,6 +189,27 @@ class Call:
                 "or load them: model.load_state_dict(state, assign=True)."
             )
         self.undefined = {}
+
+    def take_assigned(self) -> None:
+        """Take the values of parameters that the program has assigned since the model was sharded, before its first forward (collective).
+
+        The sharded parameters go back into the modules, and take the places of the assigned ones in optimizers (`_now`).
+        """
+        for module, attribute, param in self.placed:
+            given = own_parameters(module).get(attribute)
+            if (
+                given is None or given is param or given.is_meta or given.shape != param.shape
+            ):  # what can not be taken raises when used
+                continue
+            if (info := info_of(given)) is not None:
+                raise ModelChanged(
+                    f"{type(module).__name__}.{attribute} was tied to {info.name} after the model's first use (a state_dict(), to_empty(), an optimizer), "
+                    "which has laid both out. Tie them before it, as by assigning right after fully_shard."
+                )
+            with torch.no_grad():
+                param.copy_(given.full_tensor() if isinstance(given, DTensor) else given)
+            param.requires_grad_(given.requires_grad)
+            given.__dict__[NOW] = own_parameters(module)[attribute] = param
 
     def tree(self) -> set[nn.Module]:
         """Return the unit's modules and all inside of them."""
@@ -300,13 +322,21 @@ class Call:
         with _lock:
             for call in (root, *inner):
                 _waiting.discard(call)
-        if root.joined:
-            root.module.require_backward_grad_sync = root.sync  # type: ignore[assignment]
+        root.switch()
         for call in (root, *inner):
             if call.factor is not None:
                 root.engine.units(call.managed()).divide_gradients(call.factor)  # type: ignore[union-attr]
         expect_late_optimizers()
         return root
+
+    def switch(self) -> None:
+        """Let backwards of this root's model reduce gradients as its units say: of all, of some, or of none."""
+        calls = {call_of(module) for module in self.tree() if STATE in module.__dict__}
+        still = [call for call in calls if not (call.sync or call.joined)]
+        if self.engine is not None:
+            syncs = len(still) < len(calls) - bool(self.joined)
+            self.module.require_backward_grad_sync = syncs  # type: ignore[assignment]
+            self.engine.units({module for call in still for module in call.managed()} if syncs else ()).pause()
 
     def reopen(self) -> None:
         """Close the model of this root, whose parameters become the program's own again (collective): an outer call follows."""
@@ -326,7 +356,7 @@ class Call:
             _sharded.discard(self.module)
             if kept is not None:
                 kept[:] = [model for model in kept if model is not self.module]
-        self.engine = None
+        self.engine, self.placed = None, []
         if any(param is not before[name] for name, param in self.own_parameters()):
             raise ConfigError(
                 f"fully_shard: parameters of {type(self.module).__name__}, a part of this module that was used before, could not be put back, "
@@ -347,6 +377,10 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
     options = options_of(root, inner, names)
     on_meta = [name for name, param in root.own_parameters() if param.is_meta]
     given = {name: param for name, param in root.own_parameters() if isinstance(param, DTensor)}
+    for cut, whole in _wholes(root, given.values()).items():
+        for module in model.modules():
+            entries = own_parameters(module)
+            entries.update({name: whole for name, each in entries.items() if each is cut})
     mesh = root.mesh
     if mesh is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:  # as fully_shard of FSDP2
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -363,6 +397,8 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
         if name in given:
             given[name].__dict__[NOW] = param
     root.engine = engine_of(model)
+    own = ((module, *each) for module in model.modules() for each in nn.Module.named_parameters(module, recurse=False))
+    root.placed = [each for each in own if not stays_whole(each[2])]
     if mesh is not None:
         root.engine.show(Shown(root.place, viewed, NoMemory, DTensor, waits))
     serve_loads(model, root.engine)
@@ -382,6 +418,12 @@ def _shard(root: Call, inner: Sequence[Call]) -> None:
         _sharded.add(model)
         if kept is not None:
             kept.append(model)
+
+
+def _wholes(root: Call, given: Iterable[DTensor]) -> dict[DTensor, nn.Parameter]:
+    """Return whole parameters for DTensors, cut as parameters show themselves, that the program has assigned (collective)."""
+    cut = [param for param in given if (param.device_mesh, param.placements) == root.shown()]
+    return {param: nn.Parameter(param.full_tensor().detach(), param.requires_grad) for param in cut}
 
 
 def waits(tensor: Tensor) -> bool:
@@ -463,11 +505,11 @@ def _complete_owners(optimizer: torch.optim.Optimizer, params: Iterable[Any]) ->
                 root.reopen()
         parts = [part for root in roots for part in root.joined or [root]]
         joint = Call((Several(part.module for part in parts),), parts[0].mesh, None, parts[0].mp_policy, None)
-        joint.joined, joint.module.__dict__[STATE], joint.reduces = parts, joint, any(part.sync for part in parts)
+        joint.joined, joint.module.__dict__[STATE] = parts, joint
         joint.wait()
         roots = [joint]
     for root in roots:
-        root.complete()
+        root.complete().take_assigned()
 
 
 @functools.cache

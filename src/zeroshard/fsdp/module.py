@@ -84,11 +84,12 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         if call.waits:
             call.check_values()
         root = self._ready()
+        if root.placed:
+            root.take_assigned()
+            root.placed = []
         if root.undefined:
             root.check_values()
-        if not root.entered or call_of(self) in (root, *root.joined):
-            root.entered = True
-            self._check_sync(root)
+        root.entered = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._enter()
@@ -173,7 +174,7 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
     # -- gradients ------------------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether the backwards that follow reduce gradients; every rank, and every unit of a model, must have the same."""
+        """Set whether the backwards that follow reduce the gradients of these units; every rank must set the same."""
         self._set_sync(recurse, reduces=bool(requires_gradient_sync), all_reduces=bool(requires_gradient_sync))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -181,23 +182,9 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         self._set_sync(recurse, all_reduces=bool(requires_all_reduce))
 
     def _set_sync(self, recurse: bool, **switches: bool) -> None:
-        for module in self.modules() if recurse else [self]:
-            if STATE in module.__dict__:
-                vars(call_of(module)).update(switches)
-        root = self._ready()
-        if root.joined:  # the program can name only the parts
-            root.reduces = any(part.sync for part in root.joined)
-        if call_of(self) is root or root.joined:
-            cast(Any, root.module).require_backward_grad_sync = root.sync
-
-    def _check_sync(self, root: Call) -> None:
-        for module in root.tree():
-            call = module.__dict__.get(STATE)
-            if call is not None and call.sync is not root.sync:
-                raise ConfigError(
-                    f"set_requires_gradient_sync({call.sync}) on {type(module).__name__} alone: all units of a model reduce together here. Call it on "
-                    "the model's root, with recurse=True."
-                )
+        for call in self._calls(recurse):
+            vars(call).update(switches)
+        self._ready().switch()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Let the unit's reduced gradients be the sum over ranks divided by `factor`; by default it is their number."""
@@ -218,17 +205,24 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         """Take FSDP2's setting. Here every backward waits for its reductions."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Take FSDP2's setting. Here a unit that is used next stays gathered, and others are released."""
+        """Set whether the unit is released after a forward, or stays gathered until its backward or `reshard`."""
         if not isinstance(reshard_after_forward, bool):
             raise ConfigError(f"set_reshard_after_forward: expected a bool, got {type(reshard_after_forward).__name__}.")
-        call = call_of(self)
-        if call.root is None:
-            for module in self.modules() if recurse else [self]:
-                if STATE in module.__dict__:
-                    call_of(module).reshard_after_forward = reshard_after_forward
+        for call in self._calls(recurse):
+            if call.root is None:
+                call.reshard_after_forward = reshard_after_forward
+            elif call.root.engine is not None:
+                call.root.engine.units(call.managed()).stay(False, not reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Take FSDP2's setting. Here a unit is released after its backward."""
+        """Set whether the unit is released after a backward, or stays gathered until `reshard` or a step."""
+        self._ready()
+        for call in self._calls(recurse):
+            if call.root is not None and call.root.engine is not None:
+                call.root.engine.units(call.managed()).stay(True, not reshard_after_backward)
+
+    def _calls(self, recurse: bool) -> list[Call]:
+        return [call_of(module) for module in (self.modules() if recurse else [self]) if STATE in module.__dict__]
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Take FSDP2's setting. Here the order of the first step says what is gathered ahead."""

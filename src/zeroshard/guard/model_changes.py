@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..engine import watch
 from ..engine.comm.base import DirectComm
 from ..engine.unit import ParamGroup
-from ..errors import ModelChanged, ModelMismatch
+from ..errors import ModelChanged, ModelMismatch, changed_late
 from ..tensor.attributes import stays_whole, whole_now
 from ..utils import torch_compat
 
@@ -28,6 +28,7 @@ class ModelWatch(watch.ModelWatch):
         self.model = model
         self._params = [(param, spec.name) for group in groups for param, spec in zip(group.params, group.specs, strict=True)]
         self._dtypes = [param.dtype for param, _ in self._params]
+        self._at_first_use = any(group.runtime.shows_masters for group in groups[:1])
         self._note_tree()
 
     def _note_tree(self) -> None:
@@ -72,10 +73,8 @@ class ModelWatch(watch.ModelWatch):
         own = {name for name, param in nn.Module.named_parameters(self.model) if stays_whole(param)}
         new = [name for key, name in present.items() if key not in names and name not in own]
         if gone or new:
-            raise ModelChanged(
-                f"parameter {(gone + new)[0]} was replaced, added or removed after zs.shard(). "
-                "zs.close(model) first, change the model (resize, adapt), then zs.shard() it again."
-            )
+            what = f"parameter {(gone + new)[0]} was replaced, added or removed"
+            raise changed_late(what, "change the model (resize, adapt)", self._at_first_use)
         self._note_tree()
 
 

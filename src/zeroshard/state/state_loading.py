@@ -265,7 +265,7 @@ class StatesAtRest:
 
     def mark_unusable(self, why: ZeroshardError | None) -> None:
         """Let each use of the model raise an error such as that of a load that failed half-way; None lets it be used again."""
-        self.gate.unusable = why
+        self.gate.mark(why)
 
 
 def kind_of(optimizer: Optimizers) -> str:

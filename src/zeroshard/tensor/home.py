@@ -117,6 +117,9 @@ class Home:
     def before_load(self) -> None:
         """Prepare for writes to slices by the ranks that have elements of what is loaded, at times of their own (collective)."""
 
+    def renewed(self) -> None:
+        """Note that the slice of a parameter was, or is about to be, written anew as a whole."""
+
     def before_write(self) -> None:
         """Prepare for a write to the slice of a parameter (collective where peers read the slice in place)."""
 

@@ -12,24 +12,46 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ZeroshardError
 from ..utils import torch_compat
+from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import OpOverload
 from .home import Sliced
 
 
 class ShownNorm(Tensor):
-    """Norm of a tensor of a model that shows itself as DTensors, and the norm of such norms: programs ask it for `full_tensor()`."""
+    """Norm of a tensor of a model that shows itself as DTensors, and the norm of such norms: programs ask it for `full_tensor()`.
+
+    device_mesh: that of the parameters; every rank has the norm.
+    """
+
+    device_mesh: Any
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         with torch_compat.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        return result.as_subclass(cls) if func in _OF_NORMS else result
+        shown = [tensor for tensor in find_tensors(args) if isinstance(tensor, cls)]
+        return cls.of(result, shown[0].device_mesh) if func in _OF_NORMS and shown else result
+
+    @classmethod
+    def of(cls, norm: Tensor, mesh: object) -> ShownNorm:
+        """Return a norm that shows a mesh."""
+        shown = norm.as_subclass(cls)
+        shown.device_mesh = mesh
+        return shown
+
+    @property
+    def placements(self) -> tuple[object, ...]:
+        """Replicate() along each axis of the mesh, as of what FSDP2's clipping returns."""
+        from torch.distributed.tensor import Replicate  # takes a second
+
+        return (Replicate(),) * self.device_mesh.ndim
 
     def full_tensor(self) -> Tensor:
         """Return it as an ordinary tensor."""
@@ -67,7 +89,7 @@ def take_norms(func: OpOverload, args: tuple, kwargs: dict) -> object:
         for (index, tensor), norm in zip(group.items(), _combined(list(group.values()), order), strict=True):
             found[index] = norm.to(tensor.device, dtypes[tensor.dtype])
             if tensor._home.shown is not None:
-                found[index] = found[index].as_subclass(ShownNorm)
+                found[index] = ShownNorm.of(found[index], tensor._home.shown.mesh)
     if several:
         return found
     return found[0].view((1,) * tensors[0].dim()) if given.get("keepdim") else found[0]

@@ -477,6 +477,8 @@ def _copy_(func: OpOverload, args: tuple, kwargs: dict) -> object:
     local = target._local
     local.copy_(given)
     target._end_write(local)
+    if target._of_parameter and not (isinstance(source, ShardedTensor) and source._of_parameter and source._home is target._home):
+        target._home.renewed()
     return target
 
 

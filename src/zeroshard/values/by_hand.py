@@ -42,6 +42,15 @@ class ModuleUnits:
                 unit.give_back()
                 unit.reshard()
 
+    def stay(self, after_backward: bool, stays: bool) -> None:
+        """Let the units stay gathered after a forward, or after a backward, until `reshard`, a step or another write; or no longer."""
+        for unit in self.units:
+            (unit.stays.add if stays else unit.stays.discard)(after_backward)
+
+    def pause(self) -> None:
+        """Hold back the gradients of these units, and of no others, when a backward reduces; every rank must name the same."""
+        self.runtime.reductions.paused = {unit.number for unit in self.units}
+
     @property
     def writes(self) -> int:
         """Number of times that values of the units' parameters have been written."""
