@@ -133,6 +133,7 @@ class AllOptimizers(ModelOptimizers):
         super().__init__(runtime)
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
         self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # of these what `__iter__` has left as it is
+        self._of_left: set[int] = set()  # their parameters, also of those that are garbage by now, which ranks collect at different times
 
     def __iter__(self) -> Iterator[Any]:
         if self.waiting and not (self.sharded and set(self.waiting) == set(self._left)):
@@ -151,6 +152,7 @@ class AllOptimizers(ModelOptimizers):
                 raise refused[0]
             self._left.clear()
             self._left.update(self.waiting)
+            self._of_left = members_of(*self._left)
         return super().__iter__()
 
     @property
@@ -160,6 +162,18 @@ class AllOptimizers(ModelOptimizers):
         if len(self.free()) > 1:
             collect_garbage()
         return list(self) if len(self.free()) == 1 else []
+
+    @property
+    def holding(self) -> list[Any]:
+        def new() -> list[Any]:
+            return [each for each in self.waiting if not (self.sharded and each in self._left)]
+
+        if (count := len(new())) and count + len(self.sharded) > 1:
+            collect_garbage()  # as in `__iter__`
+        return [*self.sharded, *new()]
+
+    def left_alone(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        return super().left_alone(optimizer) | self._of_left.difference(members_of(optimizer))
 
     def free(self) -> list[Any]:
         """Return those that wait and have no parameter of one that is taken over, in the order of all."""
@@ -205,9 +219,10 @@ def all_optimizers(runtime: Runtime) -> AllOptimizers:
 
 def expect(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer become that of a sharded model at its first use, if its groups hold such a model's parameters by then."""
-    if not isinstance(optimizer, (LateOptimizer, OfShardedModel)):
+    cls = type(optimizer)  # read once: it may be that of another rank, which is a thread and uses it now
+    if not issubclass(cls, (LateOptimizer, OfShardedModel)):
         respect_skipped_steps()
-        optimizer.__class__ = derived(type(optimizer), LateOptimizer)
+        optimizer.__class__ = derived(cls, LateOptimizer)
         for runtime in runtimes_of(optimizer.param_groups) if optimizer in _given_back else ():
             all_optimizers(runtime).waiting.add(optimizer)
 

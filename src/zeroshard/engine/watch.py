@@ -13,6 +13,7 @@ from ..errors import ConfigError, ZeroshardError
 from .attendance import Attendance
 from .comm.base import DirectComm
 from .gradient_account import GradientAccount
+from .inner_optimizer import members_of
 from .unit import ParamGroup, Unit
 
 if TYPE_CHECKING:
@@ -92,6 +93,21 @@ class ModelOptimizers:
         if not (found := [each.core for each in self]):
             raise ZeroshardError(self.expected())
         return found
+
+    @property
+    def holding(self) -> list[Any]:
+        """The optimizers that may step: all but those that wait and were left, since they do not suit the others."""
+        return self.sharded
+
+    def left_alone(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Return the ids of the trained parameters whose gradients an optimizer leaves alone, in zero_grad, norm, clip and skip.
+
+        They are those of the others. Under FSDP2's door, as there: all that are not its own.
+        """
+        if self.runtime.shows_masters:
+            return self.runtime.trained - members_of(optimizer)
+        others = [each for each in self.holding if each is not optimizer]
+        return members_of(*others) - members_of(optimizer) if others else set()
 
     def expected(self) -> str:
         """Return the text of the error of a verb that needs an optimizer, where the model has none."""
