@@ -221,7 +221,7 @@ def suit(
             )
     options = (
         ("precision='fp16'", runtime.progress.scaler is not None), ("delayed_update", config.delayed_update is not None),
-        ("zs.join", runtime.attendance.joined), ("zs.ema", any(each.core.after_step for each in others)),
+        ("zs.join", runtime.attendance.joined), ("zs.ema", bool(runtime.optimizers.after_step)),
     )  # fmt: skip
     if found := [what for what, asked in options if asked and others]:
         raise ConfigError(

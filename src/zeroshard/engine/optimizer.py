@@ -119,9 +119,6 @@ class OptimizerCore:
         self._take_groups()
         self.last_step: StepRecord | None = None
         self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
-        self.after_step: OrderedDict[int, Callable[[], object]] = (
-            OrderedDict()
-        )  # by number of a handle; called after each step that was not skipped
         self.tally = Tally(runtime.config.hold_schedulers)
         self.agree: Callable[[], None] | None = None  # called once, before the first step, if it was made after zs.shard
         self._skipped_in_a_row = 0
@@ -149,6 +146,11 @@ class OptimizerCore:
         self.inner.param_groups.append({**self.outer.param_groups[-1], "params": []})
         self.maker.alone = alone
         self._take_groups()
+
+    @property
+    def after_step(self) -> OrderedDict[int, Callable[[], object]]:
+        """What is called after each step that was not skipped; the model's, so that an optimizer that replaces this one goes on."""
+        return self.runtime.optimizers.after_step
 
     @property
     def place(self) -> int:
@@ -584,6 +586,11 @@ class OptimizerCore:
         self.whole.close()
         for run in self.all_runs:
             run.states.clear()
+        others = [run for core in self.cores if core is not self for run in core.all_runs]
+        for group in self.indices:
+            kept = {name for run in others if run.group is group for name in run.states.columns}
+            for name in group.columns.keys() - kept if group.offload.tier is not Tier.DISK else ():  # a file's bytes are not given back
+                self.runtime.tiers.drop(OPTIMIZER, group.columns.pop(name))
         self.runtime.tiers.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0
         self.inner.state.clear()

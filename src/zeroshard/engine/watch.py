@@ -3,6 +3,7 @@ and assembly/."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,7 @@ class ModelOptimizers:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.sharded: list[Any] = []
+        self.after_step: OrderedDict[int, Callable[[], object]] = OrderedDict()  # by number of a handle
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over all; those that wait are taken over now."""
@@ -117,8 +119,8 @@ class ModelOptimizers:
             "others of the same parameters."
         )
 
-    def refuse(self, given: Collection[object]) -> None:
-        """Raise ConfigError if one of these waits, and can not be the model's beside the others."""
+    def take(self, given: Collection[object]) -> None:
+        """Take over those of these that wait (collective). Raise ConfigError if one can not be the model's beside the others."""
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Add a sharded optimizer of some of the parameters."""
