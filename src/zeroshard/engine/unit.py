@@ -504,7 +504,7 @@ class Unit:
                 "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
             )
 
-    def give_back(self, *_: object) -> None:
+    def give_back(self) -> None:
         """Put the sharded parameters into the modules where a program's unshard() has put whole ones; no-op while it is in use."""
         if self.entries.swapped and not self.in_use:
             self.check_unwritten("after unshard()", "Write the sharded parameter, before unshard() or after reshard()")
