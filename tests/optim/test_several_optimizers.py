@@ -245,6 +245,28 @@ def test_each_counts_as_one_step_of_the_model():
     assert run_threads(WORLD, rank_run) == [[4, 8]] * WORLD
 
 
+def test_one_that_was_skipped_and_repaired_steps_in_the_same_step_of_the_model():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        first, second = interleaved(model)
+        counted = []
+        for optimizers in ([first, second, first], [first, first, second], [second, first, first]):
+            backward(model, [DATA[0][0][rank]])
+            model.layers[0].weight.grad.fill_(float("inf"))
+            for number, optimizer in enumerate(optimizers):
+                if optimizer is first and first in optimizers[:number]:
+                    model.layers[0].weight.grad.fill_(1.0)
+                optimizer.step()
+            assert not first.last_step.skipped
+            counted.append((runtime_of(model).progress.steps, runtime_of(model).attendance.steps))
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+        return counted
+
+    assert run_threads(WORLD, rank_run) == [[(1, 1), (2, 2), (3, 3)]] * WORLD
+
+
 # -- clipping, GradScaler, schedulers ----------------------------------------------------------------------------------
 
 

@@ -372,8 +372,7 @@ class OptimizerCore:
             if core is not self:
                 writes = core.runtime.gradient_writes()
                 core.runtime.account.clipped[core] = Clipped(norm, 1.0, None, writes, of_ally=True, refused=True)
-        if len(self.runtime.account.stepped) > 1:  # to step again does not begin another step of the model
-            self.runtime.account.stepped.discard(self)
+        self.runtime.account.skipped.add(self)
         self.last_step = self.tally.note(StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale))
         self._skipped_in_a_row += 1
         self.runtime.progress.note_step(skipped=True)
@@ -395,8 +394,7 @@ class OptimizerCore:
             (number, spec.name)
             for number, group in enumerate(groups)
             for index, spec in enumerate(group.specs)
-            if id(group.params[index]) not in without
-            and not torch.isfinite(group.homes[index].fetch(gradient=True)).all()
+            if id(group.params[index]) not in without and not torch.isfinite(group.homes[index].fetch(gradient=True)).all()
         ]
         everyone = exchange_values(self.comm, (mine, senders), "optimizer step: names of non-finite gradients")
         found: dict[str, None] = {}
@@ -583,13 +581,16 @@ class OptimizerCore:
             gate.delayed = None
         account.clipped.pop(self, None)
         account.stepped.discard(self)
+        account.skipped.discard(self)
         self.whole.close()
         for run in self.all_runs:
             run.states.clear()
         others = [run for core in self.cores if core is not self for run in core.all_runs]
         for group in self.indices:
             kept = {name for run in others if run.group is group for name in run.states.columns}
-            for name in group.columns.keys() - kept if group.offload.tier is not Tier.DISK else ():  # a file's bytes are not given back
+            for name in (
+                group.columns.keys() - kept if group.offload.tier is not Tier.DISK else ()
+            ):  # a file's bytes are not given back
                 self.runtime.tiers.drop(OPTIMIZER, group.columns.pop(name))
         self.runtime.tiers.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0
