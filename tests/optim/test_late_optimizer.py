@@ -763,7 +763,9 @@ def test_saves_and_loads_take_what_replaces_an_optimizer(tmp_path):
     run_threads(2, run)
 
 
-@pytest.mark.parametrize("options", [{"offload_optimizer": "cpu"}, {"optimizer_states": zs.StateFormat("int8", min_numel=1, block=32)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"offload_optimizer": "cpu"}, {"optimizer_states": zs.StateFormat("int8", min_numel=1, block=32)}], ids=str
+)
 def test_states_of_a_dropped_optimizer_are_freed(options):
     """But those columns of a shard in which another optimizer has states."""
 

@@ -132,7 +132,9 @@ class AllOptimizers(ModelOptimizers):
         super().__init__(runtime)
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
         self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # of these what `__iter__` has left as it is
-        self._of_left: set[int] = set()  # their parameters, also of those that are garbage by now, which ranks collect at different times
+        self._of_left: set[int] = (
+            set()
+        )  # their parameters, also of those that are garbage by now, which ranks collect at different times
 
     def __iter__(self) -> Iterator[Any]:
         if self.waiting and not (self.sharded and set(self.waiting) == set(self._left)):

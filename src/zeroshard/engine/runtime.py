@@ -227,6 +227,7 @@ class Runtime:
         if unit.depth == 0:
             gathers = unit.sharded and not unit.pinned
             if gathers:
+                unit.check_unsharded()
                 if unit.memories and transforming():  # hooks do not see torch.func's backward, which would read released memory
                     raise ShardedAccessError(
                         f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "

@@ -250,7 +250,9 @@ class StatesAtRest:
         if given is None:
             return None
         listed = list(given) if isinstance(given, (list, tuple)) else [given]
-        self.runtime.optimizers.take(listed)  # before this refers to others: one may replace an optimizer that the program has dropped
+        self.runtime.optimizers.take(
+            listed
+        )  # before this refers to others: one may replace an optimizer that the program has dropped
         optimizers = list(self.runtime.optimizers)
         if not listed or set(map(id, listed)) != set(map(id, optimizers)):
             why = "" if optimizers else f" {self.runtime.optimizers.expected()}"
