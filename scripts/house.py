@@ -278,7 +278,7 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 70_400,
+    "lines of src/zeroshard and benchmarks": 70_500,
     "lines of ring 0 (engine/)": 8_900,
     "lines of ring 1": 12_200,
     "imports that leave ring 0": 0,
@@ -289,7 +289,7 @@ BOUNDS: dict[str, float] = {
     "files to own for engine and optimizer (engine.optimizer)": 68,
     "lines of these, engine.optimizer": 12_500,
     "files to own for zs.shard (api)": 178,
-    "lines of these, api": 33_600,
+    "lines of these, api": 33_700,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,
     "places of comm inside the engine": 0,

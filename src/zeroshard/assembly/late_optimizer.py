@@ -132,9 +132,9 @@ class AllOptimizers(ModelOptimizers):
         super().__init__(runtime)
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
         self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # of these what `__iter__` has left as it is
-        self._of_left: set[int] = (
-            set()
-        )  # their parameters, also of those that are garbage by now, which ranks collect at different times
+        self._of_left = set[
+            int
+        ]()  # their parameters, also of those that are garbage by now, which ranks collect at different times
 
     def __iter__(self) -> Iterator[Any]:
         if self.waiting and not (self.sharded and set(self.waiting) == set(self._left)):
@@ -165,8 +165,8 @@ class AllOptimizers(ModelOptimizers):
         return list(self) if len(self.free()) == 1 else []
 
     @property
-    def holding(self) -> list[Any]:
-        def new() -> list[Any]:
+    def holding(self) -> list[torch.optim.Optimizer]:
+        def new() -> list[torch.optim.Optimizer]:
             return [each for each in self.waiting if not (self.sharded and each in self._left)]
 
         if (count := len(new())) and count + len(self.sharded) > 1:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -119,6 +118,7 @@ class OptimizerCore:
         self._take_groups()
         self.last_step: StepRecord | None = None
         self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
+        self.after_step = runtime.optimizers.after_step
         self.tally = Tally(runtime.config.hold_schedulers)
         self.agree: Callable[[], None] | None = None  # called once, before the first step, if it was made after zs.shard
         self._skipped_in_a_row = 0
@@ -146,11 +146,6 @@ class OptimizerCore:
         self.inner.param_groups.append({**self.outer.param_groups[-1], "params": []})
         self.maker.alone = alone
         self._take_groups()
-
-    @property
-    def after_step(self) -> OrderedDict[int, Callable[[], object]]:
-        """What is called after each step that was not skipped; the model's, so that an optimizer that replaces this one goes on."""
-        return self.runtime.optimizers.after_step
 
     @property
     def place(self) -> int:
@@ -363,10 +358,7 @@ class OptimizerCore:
         return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
 
     def _skip(self, norm: float, scale: float, without: Collection[int]) -> StepRecord:
-        """Record a skipped step on every rank and allied core, with the parameters at fault; raise after too many in a row.
-
-        without: ids of parameters that did not enter the norm.
-        """
+        """Record a skipped step on every rank and allied core, with those at fault of all parameters `without` some; raise after too many."""
         names = tuple(dict.fromkeys(name for core in self.allied for name in core._nonfinite_names(without)))
         for core in self.allied:
             if core is not self:
@@ -588,9 +580,7 @@ class OptimizerCore:
         others = [run for core in self.cores if core is not self for run in core.all_runs]
         for group in self.indices:
             kept = {name for run in others if run.group is group for name in run.states.columns}
-            for name in (
-                group.columns.keys() - kept if group.offload.tier is not Tier.DISK else ()
-            ):  # a file's bytes are not given back
+            for name in group.columns.keys() - kept if group.offload.tier is not Tier.DISK else ():  # files do not shrink
                 self.runtime.tiers.drop(OPTIMIZER, group.columns.pop(name))
         self.runtime.tiers.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0

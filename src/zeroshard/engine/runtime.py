@@ -227,7 +227,7 @@ class Runtime:
         if unit.depth == 0:
             gathers = unit.sharded and not unit.pinned
             if gathers:
-                unit.check_unsharded()
+                unit.give_back()  # a write after unshard() is told as that
                 if unit.memories and transforming():  # hooks do not see torch.func's backward, which would read released memory
                     raise ShardedAccessError(
                         f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
@@ -616,10 +616,7 @@ class Runtime:
             self.forget_backwards(to_zeros=not set_to_none, kept=kept)
 
     def forget_backwards(self, to_zeros: bool = False, kept: Collection[int] = ()) -> None:
-        """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients themselves.
-
-        kept: ids of the parameters whose gradients, or sums held back, the caller keeps.
-        """
+        """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients, but those `kept`."""
         self.account.zeroed(holding=not self.sync or (self.account.held and bool(kept)))
         self.attendance.zero_grad(to_zeros)
         self.reductions.touched = self.reductions.touched if kept else set()

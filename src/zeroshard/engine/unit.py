@@ -507,13 +507,8 @@ class Unit:
     def give_back(self) -> None:
         """Put the sharded parameters into the modules where a program's unshard() has put whole ones; no-op while it is in use."""
         if self.entries.swapped and not self.in_use:
-            self.check_unsharded()
-            self.entries.swap_out()
-
-    def check_unsharded(self) -> None:
-        """Raise ShardedWriteError if a whole parameter that a program's unshard() has put into a module was written in place."""
-        if self.entries.swapped and not self.in_use:
             self.check_unwritten("after unshard()", "Write the sharded parameter, before unshard() or after reshard()")
+            self.entries.swap_out()
 
     def check_unwritten(self, where: str, remedy: str) -> None:
         """Raise ShardedWriteError if a whole parameter was written in place; at each use from now on where the write stays."""

@@ -60,7 +60,7 @@ class ModelOptimizers:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.sharded: list[Any] = []
-        self.after_step: OrderedDict[int, Callable[[], object]] = OrderedDict()  # by number of a handle
+        self.after_step: OrderedDict[int, Callable[[], object]] = OrderedDict()  # by number of a handle; for all cores
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over all; those that wait are taken over now."""
@@ -97,7 +97,7 @@ class ModelOptimizers:
         return found
 
     @property
-    def holding(self) -> list[Any]:
+    def holding(self) -> list[torch.optim.Optimizer]:
         """The optimizers that may step: all but those that wait and were left, since they do not suit the others."""
         return self.sharded
 
