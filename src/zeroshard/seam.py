@@ -214,8 +214,9 @@ class Engine:
         self._runtime.shown = shown
 
     def draw_alike(self) -> None:
-        """Let draws in place on sharded parameters be from rank 0's default generator; they are collective then."""
-        self._runtime.drawing = lambda: generators_of_rank_0(self.world, "draws of parameters", in_turn=True)
+        """Let draws in place on sharded parameters be from the default generator of the stage's first rank; its ranks then meet."""
+        peers = self._runtime.topology.peers  # stages have other parameters, and another number of draws
+        self._runtime.drawing = lambda: generators_of_rank_0(peers, "draws of parameters", in_turn=True)
 
     def slices(self, *kinds: str) -> list[StateSlice]:
         """Return this rank's slices of the model's states, by name; not collective, and it waits for nothing.

@@ -1621,6 +1621,9 @@ def test_parameters_that_the_program_keeps_are_saved_and_loaded_and_follow_conve
     other.load_state_dict(given, assign=True)
     assert torch.equal(other.norm.weight, given["norm.weight"]) and loss_of(other, 0, 0) == loss_of(model, 0, 0)
     assert other.norm.weight.not_sharded is True
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=r"size mismatch for norm.weight: .* torch.Size\(\[5, 5\]\)"):
+            other.load_state_dict({**given, "norm.weight": torch.ones(5, 5)}, assign=assign)
     alone = nn.Linear(2, 2)
     fsdp.fully_shard(alone, ignored_params=(param for param in alone.parameters()))
     alone(torch.ones(1, 2)).sum().backward()

@@ -66,7 +66,20 @@ def _both(rank, ranks):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     # FSDP2 loses the gradients of split backwards whose parameters were released
-    return {case: (_train(torch_fsdp, case[0], False), _train(fsdp, *case)) for case in CASES}
+    return {case: (_train(torch_fsdp, case[0], False), _train(fsdp, *case)) for case in CASES} | {"draws": _draw(rank)}
+
+
+def _draw(rank: int) -> list[torch.Tensor]:
+    """Initialise stages of which the second has a layer more, under a mesh that has an axis for them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(1 + mesh["pp"].get_local_rank())))
+    fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=torch_fsdp.DataParallelMeshDims(shard="dp"))
+    torch.manual_seed(rank)
+    model.to_empty(device="cpu")
+    for layer in model:
+        layer.reset_parameters()
+    return [param.detach().full_tensor() for param in model.parameters()]
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +95,15 @@ def test_losses_and_norms_of_pipelines(both, case):
         for wanted, got in zip(expected, found, strict=True):
             assert got == pytest.approx(wanted, rel=1e-6)
             assert got[1] > 0
+
+
+@pytest.mark.processes
+def test_ranks_of_a_stage_draw_alike(both):
+    """Stages draw other numbers of parameters, each from its first rank's generator."""
+    for rank, of_rank in enumerate(both):
+        torch.manual_seed(rank - rank % 2)
+        drawn = [param for _ in range(1 + rank // 2) for param in nn.Linear(4, 4).parameters()]
+        assert len(of_rank["draws"]) == len(drawn) and all(map(torch.equal, of_rank["draws"], drawn))
 
 
 def test_the_inner_state_is_refused():

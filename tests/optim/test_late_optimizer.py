@@ -20,6 +20,8 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.assembly import late_optimizer
 from zeroshard.comm.launch import run_processes
+from zeroshard.config import Tier
+from zeroshard.engine.ledger import OPTIMIZER
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.formats.state_codecs import coded_column
 from zeroshard.testing import run_threads
@@ -686,3 +688,111 @@ def test_a_copy_of_a_late_optimizer_steps():
         assert not optimizer.last_step.skipped
 
     run_threads(2, run)
+
+
+# -- what replaces an optimizer that the program has dropped ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_delayed_update_of_a_dropped_optimizer_is_not_lost(stage):
+    def run(rank, replaces):
+        model = net()
+        zs.shard(model, stage=stage, offload_optimizer="cpu", delayed_update=1)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for number in range(5):
+            if replaces and number == 3:
+                optimizer = None
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            loss = model(torch.ones(2, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert run_threads(2, run, True) == run_threads(2, run, False)
+
+
+def test_what_follows_steps_follows_those_of_the_next_optimizer():
+    """Also where the first that comes is refused, and where states are away when it comes."""
+
+    def run(rank):
+        model = net()
+        zs.shard(model, stage=2, offload_optimizer="cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stepped(model, optimizer)
+        average = zs.ema(model, 0.5)
+        optimizer = None
+        optimizer = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(zs.ConfigError, match="LBFGS takes products"):
+            optimizer.step(lambda: None)
+        optimizer = None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stepped(model, optimizer)
+        optimizer = None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zs.offload_states(model)
+        with pytest.raises(zs.StatesAway):
+            optimizer.load_state_dict(optimizer.state_dict())
+        zs.reload_states(model)
+        stepped(model, optimizer)
+        assert average.updates == 2 and len(runtime_of(model).gate.steppers) == 1
+
+    run_threads(2, run)
+
+
+def test_saves_and_loads_take_what_replaces_an_optimizer(tmp_path):
+    def run(rank):
+        model = net()
+        zs.shard(model, stage=2)
+        first, *rest = list(model.parameters())
+        one = torch.optim.AdamW(model.parameters(), lr=0.1)
+        stepped(model, one)
+        zs.save(tmp_path / "one", model, one)
+        one = None
+        two = torch.optim.AdamW(model.parameters(), lr=0.1)
+        zs.load(tmp_path / "one", model, two)
+        assert all(two.state[param]["step"] == 1 for param in model.parameters())
+        two = None
+        two, three, other = (torch.optim.SGD(params, lr=0.1) for params in ([first], rest, rest))
+        zs.save(tmp_path / "two", model, [two, three])
+        with pytest.raises(zs.ConfigError, match=r"of this SGD and of another .* To replace that one"):
+            zs.save(tmp_path / "three", model, [two, other])
+        assert list(runtime_of(model).optimizers) == [two, three]
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize(
+    "options", [{"offload_optimizer": "cpu"}, {"optimizer_states": zs.StateFormat("int8", min_numel=1, block=32)}], ids=str
+)
+def test_states_of_a_dropped_optimizer_are_freed(options):
+    """But those columns of a shard in which another optimizer has states."""
+
+    def held(model):
+        ledger = runtime_of(model).tiers.ledger
+        return ledger.now[OPTIMIZER], ledger.elsewhere[Tier.HOST][OPTIMIZER]
+
+    def run(rank, replaces):
+        model = net()
+        zs.shard(model, stage=2, **options)
+        first, *rest = list(model.parameters())
+        optimizers = [torch.optim.AdamW(params, lr=0.1) for params in ([first], rest)] if replaces else []
+        while replaces and not all(each.state for each in optimizers):
+            stepped(model, next(each for each in optimizers if not each.state))
+        if replaces:
+            one, other = optimizers
+            before = [other.state[param]["exp_avg"].full_tensor().clone() for param in rest]
+            optimizers.clear()
+            one = None
+            one = torch.optim.SGD([first], lr=0.1)
+            stepped(model, one)
+            assert all(torch.equal(other.state[p]["exp_avg"].full_tensor(), was) for p, was in zip(rest, before, strict=True))
+            assert any(was.any() for was in before)
+            one = other = None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stepped(model, optimizer)
+        assert not any(group.columns for group in runtime_of(model).groups)
+        return held(model)
+
+    assert run_threads(2, run, True) == run_threads(2, run, False)

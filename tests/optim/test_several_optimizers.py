@@ -17,6 +17,7 @@ from optimizers import DATA, MODEL, STAGES, WORLD
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.assembly import late_optimizer
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
 
@@ -242,6 +243,28 @@ def test_each_counts_as_one_step_of_the_model():
         return [*found, runtime_of(model).progress.steps]
 
     assert run_threads(WORLD, rank_run) == [[4, 8]] * WORLD
+
+
+def test_one_that_was_skipped_and_repaired_steps_in_the_same_step_of_the_model():
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        first, second = interleaved(model)
+        counted = []
+        for optimizers in ([first, second, first], [first, first, second], [second, first, first]):
+            backward(model, [DATA[0][0][rank]])
+            model.layers[0].weight.grad.fill_(float("inf"))
+            for number, optimizer in enumerate(optimizers):
+                if optimizer is first and first in optimizers[:number]:
+                    model.layers[0].weight.grad.fill_(1.0)
+                optimizer.step()
+            assert not first.last_step.skipped
+            counted.append((runtime_of(model).progress.steps, runtime_of(model).attendance.steps))
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+        return counted
+
+    assert run_threads(WORLD, rank_run) == [[(1, 1), (2, 2), (3, 3)]] * WORLD
 
 
 # -- clipping, GradScaler, schedulers ----------------------------------------------------------------------------------
@@ -912,7 +935,79 @@ def test_one_that_does_not_suit_raises_at_its_own_step():
     run_threads(WORLD, rank_run)
 
 
+def test_gradients_of_one_that_does_not_suit_do_not_matter_to_the_other(monkeypatch):
+    """They are kept, and neither stop its steps nor enter their norm; garbage is collected once, not in each zero_grad."""
+    collections = []
+    plain_collection = late_optimizer.collect_garbage
+    monkeypatch.setattr(late_optimizer, "collect_garbage", lambda: (collections.append(1), plain_collection()))
+
+    def rank_run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False))
+        refused, optimizer = torch.optim.LBFGS(rest), torch.optim.AdamW(matrices)
+        found = []
+        for number in range(4):
+            backward(model, [DATA[number % 4][0][rank]])
+            if number == 0:
+                model.gain.grad = torch.full_like(zs.full_gradients(model)["gain"], float("nan"))
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(optimizer.last_step.skipped)
+        assert model.gain.grad.full_tensor().isnan().all()
+        before = len(collections)
+        for _ in range(3):
+            optimizer.zero_grad()
+        return found, len(collections) - before, refused
+
+    for skipped, collected, _ in run_threads(WORLD, rank_run):
+        assert skipped == [False] * 4 and collected == 0
+
+
 # -- sums held back, failed backwards, gradients beside the model --------------------------------------------------------
+
+
+class Either(nn.Module):
+    """Two units of which a forward uses one, and of that one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.units = nn.ModuleList(nn.ModuleList(nn.Linear(6, 6) for _ in range(2)) for _ in range(2))
+
+    def forward(self, x, unit, layer):
+        return self.units[unit][layer](x).square().sum()
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_zero_grad_where_one_rank_alone_holds_sums_in_a_unit(stage):
+    """One optimizer has the first layers, the other the second: of these ranks hold sums back in different units."""
+    inputs, built = seeded(lambda: torch.randn(3, 6)), seeded(Either)
+
+    def loop(model, ranks, hold):
+        first, second = (torch.optim.SGD([p for unit in model.units for p in unit[i].parameters()], lr=0.1) for i in (0, 1))
+        for _ in range(2):
+            for rank in ranks:
+                (model(inputs, 0, 0) / len(ranks)).backward()
+            with hold(model):
+                for rank in ranks:
+                    (model(inputs, rank, 1) / len(ranks)).backward()
+            first.zero_grad()
+            for rank in ranks:
+                (model(inputs, 0, 0) / len(ranks)).backward()
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def rank_run(rank):
+        model = copy.deepcopy(built)
+        zs.shard(model, stage=stage, units=lambda name, _: name in ("units.0", "units.1"))
+        loop(model, [rank], zs.accumulate)
+        return zs.full_state_dict(model)
+
+    expected = copy.deepcopy(built)
+    loop(expected, range(WORLD), lambda model: contextlib.nullcontext())
+    for got in run_threads(WORLD, rank_run):
+        torch.testing.assert_close(dict(got), dict(expected.state_dict()))
 
 
 @pytest.mark.parametrize("stage", STAGES)

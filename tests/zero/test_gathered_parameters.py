@@ -288,3 +288,21 @@ def test_between_birth_and_shard(rank_that_writes):
         assert (state["blocks.1.up.weight"] == 1).all() and (state["first.weight"] == 2).all()
         same(state["first.bias"], expected, "bias", 0.0)
         same(state["blocks.0.up.weight"], BASE.state_dict()["blocks.0.up.weight"], "untouched", 0.0)
+
+
+def test_a_part_of_a_unit_is_copied_and_pickled_inside():
+    """A module with parameters of a unit, which is no unit itself; the copy is an ordinary module."""
+
+    def run(rank):
+        model, _ = sharded(stage=3, units=("Block",))
+        with zs.gathered(model):
+            up, file = model.blocks[0].up, io.BytesIO()
+            torch.save(up, file)
+            copies = copy.deepcopy(up), torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+            expected = {name: value.clone() for name, value in up.state_dict().items()}
+        for one in copies:
+            one.load_state_dict(one.state_dict())
+            for name, value in expected.items():
+                same(one.state_dict()[name], value, name, 0.0)
+
+    run_threads(2, run)

@@ -15,6 +15,7 @@ import zeroshard as zs
 from zeroshard.engine import schedule
 from zeroshard.engine.ledger import GATHERED
 from zeroshard.engine.runtime import runtime_of
+from zeroshard.seam import engine_of
 
 DIM = 7
 RELEASED = {"stage": 3, "map_shared": False}
@@ -302,6 +303,23 @@ def test_a_forward_that_writes_into_its_unit_is_refused(mapped, build, data, nam
             assert all(torch.equal(value, before[name]) for name, value in zs.full_state_dict(model).items())
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_tells_of_a_write_after_unshard(world_size):
+    """And not of a write inside itself, nor of memory that ranks share where there is one."""
+    where = "in memory that ranks share" if world_size > 1 else "where each rank keeps the whole: it has"
+
+    def run(rank):
+        model, _ = zs.shard(seeded(lambda: nn.Linear(DIM, DIM)), None, stage=3, map_shared=True)
+        engine_of(model).units([model]).unshard()()
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        for _ in range(2):
+            with pytest.raises(zs.ShardedWriteError, match=rf"weight: written in place after unshard\(\), {where}"):
+                model(torch.ones(2, DIM))
+
+    run_threads(world_size, run)
 
 
 def test_a_model_whose_shared_memory_was_written_is_refused_until_it_is_loaded(tmp_path):

@@ -13,6 +13,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
 from zeroshard.comm.launch import run_processes
+from zeroshard.seam import engine_of
 from zeroshard.testing import run_threads
 from zeroshard.values import init_context
 
@@ -699,3 +700,36 @@ def test_a_state_that_is_refused_leaves_no_trace():
         optimizer.step()
 
     run_threads(2, run)
+
+
+class LastTurn:
+    """A lock that rank 1 asks for a little later than the others."""
+
+    def __init__(self):
+        self.lock, self.rank = threading.Lock(), threading.local()
+
+    def __enter__(self):
+        time.sleep(0.05 * self.rank.number)
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+def test_draws_of_threads_are_all_different(monkeypatch):
+    """A rank that is ahead does not give out the state of generators to which a slower one has just set them."""
+    turn = LastTurn()
+    monkeypatch.setattr(init_context, "_turn", turn)
+
+    def run(rank):
+        turn.rank.number = rank
+        comm, drawn = engine_of(zs.shard(nn.Linear(2, 2), None, stage=3)[0]).ranks, []
+        for _ in range(3):
+            with init_context.generators_of_rank_0(comm, "draws", in_turn=True):
+                time.sleep(0.1 * rank)
+                drawn.append(float(torch.rand(1)))
+            time.sleep(0.1 * (1 - rank))  # rank 0 comes back while rank 1 has its turn
+        return drawn
+
+    first, second = run_threads(2, run)
+    assert first == second and len(set(first)) == 3

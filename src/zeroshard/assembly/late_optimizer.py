@@ -16,7 +16,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -89,9 +89,10 @@ class LateOptimizer(_Optimizer):
     def take_over(self) -> None:
         """Make the object a sharded optimizer of its parameters' model (not collective: ranks compare theirs in the first step).
 
-        Parameters in its groups that are no sharded model's stay ordinary, and are stepped as they are. Raise ConfigError, with nothing
-        changed, for what zs.shard(model, optimizer) refuses else, for a parameter that another optimizer of the model has, and for
-        states in a form that zs.shard must know to lay parameters out.
+        Optimizers of its parameters that the program has dropped are closed. Parameters in its groups that are no sharded model's stay
+        ordinary, and are stepped as they are. Raise ConfigError, with nothing else changed, for what zs.shard(model, optimizer) refuses
+        else, for a parameter that another optimizer of the model has, and for states in a form that zs.shard must know to lay parameters
+        out.
         """
         late, name, runtimes = type(self), type(self).__name__, runtimes_of(self.param_groups)
         if not runtimes:  # a deep copy of replicated parameters is one of ordinary ones
@@ -101,7 +102,7 @@ class LateOptimizer(_Optimizer):
             raise ModelClosed(f"the model of this {name} was closed with zs.close().")
         if len(runtime.topology.stages) > 1:
             raise ConfigError(f"optimizer: stages of a pipeline step together. Make this {name} before, and write {GIVE}.")
-        released = all_optimizers(runtime).release_dropped(members_of(self))
+        all_optimizers(runtime).release_dropped(members_of(self))
         taken, before, gate = TakeOver(self), dict(self.__dict__), runtime.gate
         planned, steppers = [group.plan for group in runtime.groups], list(gate.steppers)
         tally = self.__dict__.get("tally") or Tally(runtime.config.hold_schedulers)  # a copy of an optimizer has none
@@ -121,7 +122,6 @@ class LateOptimizer(_Optimizer):
                 all_optimizers(each).waiting.add(self)
             raise
         runtime.optimizers.add(self)
-        core.after_step = next(filter(None, released), core.after_step)  # zs.ema goes on
         core.tally, core.agree = tally, functools.partial(agree, core)
         taken.tell(runtime.comm.rank)
 
@@ -133,6 +133,8 @@ class AllOptimizers(ModelOptimizers):
         super().__init__(runtime)
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
         self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # of these what `__iter__` has left as it is
+        # their parameters, also of those that are garbage by now, which ranks collect at different times
+        self._of_left: set[int] = set()
 
     def __iter__(self) -> Iterator[Any]:
         if self.waiting and not (self.sharded and set(self.waiting) == set(self._left)):
@@ -151,6 +153,7 @@ class AllOptimizers(ModelOptimizers):
                 raise refused[0]
             self._left.clear()
             self._left.update(self.waiting)
+            self._of_left = members_of(*self._left)
         return super().__iter__()
 
     @property
@@ -160,6 +163,18 @@ class AllOptimizers(ModelOptimizers):
         if len(self.free()) > 1:
             collect_garbage()
         return list(self) if len(self.free()) == 1 else []
+
+    @property
+    def holding(self) -> list[torch.optim.Optimizer]:
+        def new() -> list[torch.optim.Optimizer]:
+            return [each for each in self.waiting if not (self.sharded and each in self._left)]
+
+        if (count := len(new())) and count + len(self.sharded) > 1:
+            collect_garbage()  # as in `__iter__`
+        return [*self.sharded, *new()]
+
+    def left_alone(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        return super().left_alone(optimizer) | self._of_left.difference(members_of(optimizer))
 
     def free(self) -> list[Any]:
         """Return those that wait and have no parameter of one that is taken over, in the order of all."""
@@ -171,17 +186,20 @@ class AllOptimizers(ModelOptimizers):
             free.sort(key=lambda each: min(numbers.get(key, len(numbers)) for key in members_of(each)))
         return free
 
-    def refuse(self, given: Collection[object]) -> None:
-        for each in set(self.free()).intersection(given):
-            each.take_over()  # raises
+    def take(self, given: Collection[object]) -> None:
+        for each in given:
+            if isinstance(each, LateOptimizer) and each in self.waiting and not each.wraps_another:
+                each.take_over()
 
-    def release_dropped(self, wanted: set[int]) -> list[OrderedDict]:
-        """Close the optimizers of any of these parameters that the program has dropped; return what they call after steps.
+    def release_dropped(self, wanted: set[int]) -> None:
+        """Close the optimizers of any of these parameters that the program has dropped; their delayed update is finished.
 
         The model keeps its optimizers, since ranks collect garbage at different times. All ranks meet this call, which collects: the
-        first use of another optimizer of these parameters.
+        first use of another optimizer of these parameters. Raise, with nothing changed, if states are away.
         """
         cores = [each.core for each in self.sharded if not wanted.isdisjoint(each.core.group_of)]
+        if cores:
+            self.runtime.gate.wait()
         self.sharded[:] = [each for each in self.sharded if each.core not in cores]
         dropped = [(core, weakref.ref(core.outer)) for core in cores]
         for core in cores:
@@ -190,11 +208,12 @@ class AllOptimizers(ModelOptimizers):
             collect_garbage()
         for core, where in dropped:
             core.outer = where()
-            if core.outer is None:
-                core.close()
-            else:  # the program holds it still
+            if core.outer is not None:  # the program holds it still
                 self.add(core.outer)
-        return [core.after_step for core in cores if core.outer is None]
+        for core in cores:
+            if core.outer is None:
+                core.drain()
+                core.close()
 
 
 def all_optimizers(runtime: Runtime) -> AllOptimizers:
@@ -205,9 +224,10 @@ def all_optimizers(runtime: Runtime) -> AllOptimizers:
 
 def expect(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer become that of a sharded model at its first use, if its groups hold such a model's parameters by then."""
-    if not isinstance(optimizer, (LateOptimizer, OfShardedModel)):
+    cls = type(optimizer)  # read once: it may be that of another rank, which is a thread and uses it now
+    if not issubclass(cls, (LateOptimizer, OfShardedModel)):
         respect_skipped_steps()
-        optimizer.__class__ = derived(type(optimizer), LateOptimizer)
+        optimizer.__class__ = derived(cls, LateOptimizer)
         for runtime in runtimes_of(optimizer.param_groups) if optimizer in _given_back else ():
             all_optimizers(runtime).waiting.add(optimizer)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..config import Config, Placement, Tier
-from ..engine.inner_optimizer import Options, inner_copy, members_of
+from ..engine.inner_optimizer import Options, inner_copy
 from ..engine.ledger import OPTIMIZER
 from ..engine.optimizer import OptimizerCore, StepRecord
 from ..engine.parameter import ParamHome
@@ -39,7 +39,6 @@ from ..tiers.host_step import DelayedStep, HostStepper
 from ..tiers.room import check_room
 from ..tiers.slab_step import SlabStepper
 from ..tiers.storage import FurtherTiers
-from ..utils.garbage import collect_garbage
 from ..utils.torch_compat import OWN_UNSCALING
 from ..values.whole_step import WholeStepper
 from .lr_schedulers import respect_skipped_steps, rewrap_for_schedulers
@@ -67,7 +66,7 @@ class OfShardedModel(torch.optim.Optimizer):
         With set_to_none=False, set existing ones to zero, and a step then uses the zeros.
         """
         for runtime in self._runtimes():
-            runtime.zero_grad(set_to_none, _of_others(runtime, self))
+            runtime.zero_grad(set_to_none, runtime.optimizers.left_alone(self))
         for param in (param for params in self._outside() for param in params):
             if (grad := param.grad) is not None and not set_to_none:  # in place, as torch does
                 grad.detach_() if grad.grad_fn is not None else grad.requires_grad_(False)
@@ -99,20 +98,6 @@ class OfShardedModel(torch.optim.Optimizer):
 
 
 setattr(OfShardedModel, OWN_UNSCALING, property(OfShardedModel._leaves_scale_to_scaler, lambda self, value: None))
-
-
-def _of_others(runtime: Runtime, optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the ids of the parameters whose gradients an optimizer leaves alone: others'; under FSDP2's door all but its own."""
-    if runtime.shows_masters:
-        return runtime.trained - members_of(optimizer)
-
-    def held(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-        others = [each for each in optimizers if each is not optimizer]
-        return members_of(*others) - members_of(optimizer) if others else set()
-
-    if held(runtime.optimizers.waiting):
-        collect_garbage()  # some may be garbage in circles, which ranks collect at different times
-    return held((*runtime.optimizers.sharded, *runtime.optimizers.waiting))
 
 
 def derived(cls: type, mixin: type) -> type:
@@ -236,7 +221,7 @@ def suit(
             )
     options = (
         ("precision='fp16'", runtime.progress.scaler is not None), ("delayed_update", config.delayed_update is not None),
-        ("zs.join", runtime.attendance.joined), ("zs.ema", any(each.core.after_step for each in others)),
+        ("zs.join", runtime.attendance.joined), ("zs.ema", bool(runtime.optimizers.after_step)),
     )  # fmt: skip
     if found := [what for what, asked in options if asked and others]:
         raise ConfigError(

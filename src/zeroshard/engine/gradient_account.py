@@ -41,7 +41,8 @@ class GradientAccount:
     gradients a zero_grad has dropped since gradients last came. unscaled: reduced gradients were divided by the
     loss scale. share: number by which they were divided to be a mean over the ranks that had a batch (zs.join). clipped: by
     optimizer's core, the result of the last clip, until it steps or another backward begins. stepped: cores that have been
-    called to step with these gradients: one step of the model. advanced: one of them was not skipped.
+    called to step with these gradients: one step of the model. skipped: those that were skipped, and so belong to it if they
+    step again. advanced: one of them was not skipped.
     """
 
     def __init__(self) -> None:
@@ -58,13 +59,14 @@ class GradientAccount:
     def change(self) -> None:
         """Record that gradients are about to change: results of earlier clips no longer hold."""
         self.clipped: dict[object, Clipped] = {}
-        self.stepped, self.advanced = set[object](), False
+        self.stepped, self.skipped, self.advanced = set[object](), set[object](), False
         self.dropped: set[int] = set()
 
     def begins_step(self, core: object) -> bool:
         """Record that an optimizer steps; return False if another has stepped with these gradients: both are one step of the model."""
-        first = not self.stepped or core in self.stepped
+        first = not self.stepped or (core in self.stepped and core not in self.skipped)
         self.stepped, self.advanced = ({core}, False) if first else (self.stepped | {core}, self.advanced)
+        self.skipped.discard(core)
         return first
 
     def advances(self) -> bool:

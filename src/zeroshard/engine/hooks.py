@@ -38,7 +38,7 @@ def attach(runtime: Runtime) -> None:
                 module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
         for module in {owner for group in unit.gathered for spec in group.specs for owner, _ in spec.owners}:
             for before in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
-                runtime.handles.append(before(unit.give_back))
+                runtime.handles.append(before(_give_back))
         for group in unit.trainable:  # by torch's method: a parameter's own one wraps hooks of the program (engine/user_hooks.py)
             for index, param in enumerate(group.compute):
                 runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, gradient_hook(group, index)))
@@ -58,6 +58,13 @@ def attach(runtime: Runtime) -> None:
     model.__dict__["zero_grad"] = zero_grad
     model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     runtime.handles.append(model.register_load_state_dict_pre_hook(take_own_names))
+
+
+def _give_back(module: nn.Module, *_: object) -> None:
+    """Put a module's sharded parameters back. Copies of a module take this hook along, and have no unit."""
+    for unit in (unit for runtime in attached() for unit in runtime.units if unit.entries.swapped):
+        if any(owner is module for group in unit.gathered for spec in group.specs for owner, _ in spec.owners):
+            unit.give_back()
 
 
 def _computed(group: ParamGroup, index: int) -> Callable[[], Tensor | None]:

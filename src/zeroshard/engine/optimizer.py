@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -43,8 +42,8 @@ class StepRecord:
     """The outcome of one call of `optimizer.step()`.
 
     Attributes:
-        grad_norm: global norm of the mean gradient before clipping, without the loss scale; where the model has further optimizers
-            and zs.clip_grad_norm_ was not called: without the gradients of their parameters.
+        grad_norm: global norm of the mean gradient before clipping, without the loss scale; where zs.clip_grad_norm_ was not called:
+            without the gradients of the model's other optimizers, and under FSDP2's door (zeroshard.fsdp) of its own parameters alone.
         clip_coefficient: the factor by which gradients were clipped; 1.0 where they were not.
         skipped: True if no parameter was stepped, because gradients were not finite or no parameter had one.
         nonfinite: "name (rank r)" of each parameter whose gradient was not finite.
@@ -119,9 +118,7 @@ class OptimizerCore:
         self._take_groups()
         self.last_step: StepRecord | None = None
         self.allied = [self]  # the cores of this rank's pipeline stages, which share one norm and one decision to skip a step
-        self.after_step: OrderedDict[int, Callable[[], object]] = (
-            OrderedDict()
-        )  # by number of a handle; called after each step that was not skipped
+        self.after_step = runtime.optimizers.after_step
         self.tally = Tally(runtime.config.hold_schedulers)
         self.agree: Callable[[], None] | None = None  # called once, before the first step, if it was made after zs.shard
         self._skipped_in_a_row = 0
@@ -243,7 +240,7 @@ class OptimizerCore:
         return self._clip(max_norm)
 
     def _clip(self, max_norm: float | None, stepping: bool = False, without: Collection[int] = ()) -> float:
-        """Clip as `clip` does. without: ids of parameters of the model's other optimizers, whose gradients are not clipped."""
+        """Clip as `clip` does. without: ids of parameters whose gradients this optimizer leaves alone."""
         found = self._known()
         if found is None:
             for core in self.allied:
@@ -323,7 +320,7 @@ class OptimizerCore:
 
     def _agree_and_step(self) -> StepRecord:
         runtime, account = self.runtime, self.runtime.account
-        others = {key for each in runtime.optimizers if each.core is not self for key in each.core.group_of}
+        several = len(list(runtime.optimizers)) > 1
         if self.agree is not None:
             self.agree()
             self.agree = None
@@ -336,21 +333,22 @@ class OptimizerCore:
             if outside:
                 self.publish(self._update(True))
             return self.tally.note(StepRecord(0.0, 1.0, skipped=not outside))
-        scale = runtime.progress.loss_scale
+        scale, without = runtime.progress.loss_scale, set[int]()
         found = self._found()
         if meets := self._known() is None and not (found is not None and found.refused):
             if found is not None and not self._usable(found.norm):  # clip again: the first clip met inf or nan
                 self._clip(found.max_norm, stepping=True)
             else:
-                self._clip(runtime.config.max_grad_norm, stepping=True, without=others)
-        elif others:  # clipped before the step, in which ranks have to agree on whose it is
+                without = runtime.optimizers.left_alone(self.outer)
+                self._clip(runtime.config.max_grad_norm, stepping=True, without=without)
+        elif several:  # clipped before the step, in which ranks have to agree on whose it is
             self.world.exchange(b"", f"optimizer step{self.remark}")
             meets = True
         runtime.attendance.steps += account.begins_step(self)
         clipped = account.clipped.pop(self)
         norm, coefficient = clipped.norm, clipped.coefficient
         if not self._usable(norm):
-            return self._skip(norm, scale)
+            return self._skip(norm, scale, without)
         self.publish(self._update(meets))
         self._skipped_in_a_row = 0
         if account.advances():
@@ -359,15 +357,14 @@ class OptimizerCore:
             follow()
         return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
 
-    def _skip(self, norm: float, scale: float) -> StepRecord:
-        """Record a skipped step on every rank and allied core, with the parameters at fault; raise after too many in a row."""
-        names = tuple(dict.fromkeys(name for core in self.allied for name in core._nonfinite_names()))
+    def _skip(self, norm: float, scale: float, without: Collection[int]) -> StepRecord:
+        """Record a skipped step on every rank and allied core, with those at fault of all parameters `without` some; raise after too many."""
+        names = tuple(dict.fromkeys(name for core in self.allied for name in core._nonfinite_names(without)))
         for core in self.allied:
             if core is not self:
                 writes = core.runtime.gradient_writes()
                 core.runtime.account.clipped[core] = Clipped(norm, 1.0, None, writes, of_ally=True, refused=True)
-        if len(self.runtime.account.stepped) > 1:  # to step again does not begin another step of the model
-            self.runtime.account.stepped.discard(self)
+        self.runtime.account.skipped.add(self)
         self.last_step = self.tally.note(StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale))
         self._skipped_in_a_row += 1
         self.runtime.progress.note_step(skipped=True)
@@ -381,7 +378,7 @@ class OptimizerCore:
             raise NonFiniteError(f"{limit} steps in a row had non-finite gradients (last: {', '.join(names[:5])}).{hint}")
         return self.last_step
 
-    def _nonfinite_names(self) -> tuple[str, ...]:
+    def _nonfinite_names(self, without: Collection[int]) -> tuple[str, ...]:
         """Return "name (rank r)" for non-finite gradients: r has sent the value; "shard of rank r" if no sender is known."""
         groups = self.reduced_groups
         senders = [sorted(group.gradients.culprits) for group in groups]
@@ -389,7 +386,7 @@ class OptimizerCore:
             (number, spec.name)
             for number, group in enumerate(groups)
             for index, spec in enumerate(group.specs)
-            if not torch.isfinite(group.homes[index].fetch(gradient=True)).all()
+            if id(group.params[index]) not in without and not torch.isfinite(group.homes[index].fetch(gradient=True)).all()
         ]
         everyone = exchange_values(self.comm, (mine, senders), "optimizer step: names of non-finite gradients")
         found: dict[str, None] = {}
@@ -577,9 +574,15 @@ class OptimizerCore:
             gate.delayed = None
         account.clipped.pop(self, None)
         account.stepped.discard(self)
+        account.skipped.discard(self)
         self.whole.close()
         for run in self.all_runs:
             run.states.clear()
+        others = [run for core in self.cores if core is not self for run in core.all_runs]
+        for group in self.indices:
+            kept = {name for run in others if run.group is group for name in run.states.columns}
+            for name in group.columns.keys() - kept if group.offload.tier is not Tier.DISK else ():  # files do not shrink
+                self.runtime.tiers.drop(OPTIMIZER, group.columns.pop(name))
         self.runtime.tiers.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0
         self.inner.state.clear()

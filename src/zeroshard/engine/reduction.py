@@ -49,8 +49,8 @@ from .ledger import GRADIENTS, PARTIAL, claimed
 from .rest import Rest, Tiers
 from .unit import ParamGroup, Unit
 
-# numbers of units with gradients, of parameters with gradients, of units with late gradients
-Agreed = tuple[set[int], set[int], set[int]]
+# numbers of units with gradients, of parameters with gradients, of units with late gradients, of units with reduced ones in place
+Agreed = tuple[set[int], set[int], set[int], set[int]]
 
 _PATIENCE_S = 0.05  # without overlap, `GradientBuffer.settle` waits this long for a reduction
 
@@ -221,7 +221,7 @@ class Reductions:
         A unit that only other ranks completed is reduced with zeros. Raise ModelChanged, on all ranks and when no reduction runs
         any more, if ranks have frozen different parameters.
         """
-        units, params, again = agreed or self.agree()
+        units, params, again, reduced = agreed or self.agree()
         missing = sorted(units - self.started, reverse=True)  # in the order of backward, the same on every rank
         if self.in_order:
             # units that were frozen as a whole come last: ranks that have started units after them have passed over them
@@ -235,14 +235,14 @@ class Reductions:
                 if spec.number in params:
                     group.active[index] = True
         late = self._late
-        self._wait()
+        self._wait(carried=bool(reduced))
         if again:
             while late:  # each is freed once it is in the send buffer
                 group, index = next(iter(late))
                 group.gradients.add(index, late.pop((group, index)), True)
             for number in sorted(again, reverse=True):  # the same order on all ranks: some communicators match collectives by it
                 self._start(self.of[number])
-            self._wait()
+            self._wait(carried=True)
         try:
             self.frozen.check_same(self._frozen)
         except ModelChanged:
@@ -259,12 +259,13 @@ class Reductions:
             self._idle = {each.number for each in self.of if not each.unit.expected}
 
     def agree(self) -> Agreed:
-        """Return the units and parameters with gradients on any rank, and the units with late gradients (collective).
+        """Return what any rank has: units and parameters with gradients, units with late ones, units with reduced ones in place (collective).
 
         Ranks exchange a bit mask of each; usually all send the same few bytes.
         """
         begun = {each.number for each in self.of if any(buffer.pending or buffer.holds for buffer in each.buffers)} - self.paused
-        mine = self.started | begun, self.touched - self._of_paused(), {group.unit.number for group, _ in self._late}
+        reduced = {each.number for each in self.of if any(buffer.replicated and buffer.reduced for buffer in each.buffers)}
+        mine = self.started | begun, self.touched - self._of_paused(), {group.unit.number for group, _ in self._late}, reduced
         self.frozen.follow()
         order = list(self._completed) if not self._agreed and self.in_order else []
         if self.comm.world_size == 1:
@@ -272,8 +273,8 @@ class Reductions:
                 self._agree_on_order(order)
             self._frozen = {}
             return mine
-        # bytes of each mask: units, parameters, units with late gradients, frozen parameters
-        sizes = [length // 8 + 1 for length in (len(self.of), self.num_params, len(self.of), self.num_params)]
+        # bytes of each mask: units, parameters, units with late gradients, and with reduced ones, frozen parameters
+        sizes = [length // 8 + 1 for length in (len(self.of), self.num_params, len(self.of), len(self.of), self.num_params)]
         masks = [sum(1 << number for number in numbers) for numbers in (*mine, self.frozen.numbers)]
         header = self.attendance.header()
         payload = header + b"".join(mask.to_bytes(size, "little") for mask, size in zip(masks, sizes, strict=True))
@@ -295,8 +296,8 @@ class Reductions:
         *joined, frozen = columns
         ended = self.attendance.ended  # ranks without data may still have the requires_grad of their last batch
         self._frozen = {rank: _bits(mask) for rank, mask in enumerate(frozen) if rank not in ended}
-        units, params, late = (_bits(functools.reduce(operator.or_, masks)) for masks in joined)
-        return units, params, late
+        units, params, late, reduced = (_bits(functools.reduce(operator.or_, masks)) for masks in joined)
+        return units, params, late, reduced
 
     def _agree_on_order(self, first: list[int]) -> None:
         """Let all ranks start reductions, from the next backward on, in the order `first` in which rank 0 completed units."""
@@ -326,11 +327,12 @@ class Reductions:
         on_device = [value for value in known if isinstance(value, Tensor)]
         return total + (float(torch.stack(on_device).sum()) if on_device else 0.0)
 
-    def _wait(self) -> None:
+    def _wait(self, carried: bool) -> None:
+        """Wait for the reductions that have started. carried: some rank had reduced gradients before."""
         reduced = [buffer for reduction in self.of if reduction.started for buffer in reduction.buffers]
         replicated = [buffer for buffer in reduced if buffer.replicated]
-        # a rank that held sums back over reduced gradients has a `carry`, which others (after the end of their data) may lack
-        carried = any(buffer.reduced or not buffer.comm.drains_all for buffer in replicated)
+        # a rank that held sums back over reduced gradients has a `carry`, which others may lack
+        carried = carried or not all(buffer.comm.drains_all for buffer in replicated)
         for buffer in reduced:
             buffer.finish()
         if replicated:

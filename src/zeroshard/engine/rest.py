@@ -324,6 +324,13 @@ class Tiers(Links):
         self.ledger.enter(category, nbytes, tier)
         self._entered.append((category, nbytes, tier))
 
+    def drop(self, category: str, rest: Rest) -> None:
+        """Take the bytes of a resting place, which the caller lets go of, out of the ledger."""
+        held = rest.encoding[1] if rest.encoding is not None else rest
+        entry = category, held.numel * held.dtype.itemsize, held.tier
+        self._entered.remove(entry)
+        self.ledger.strike(*entry)
+
     def close(self) -> None:
         """Drop all resting places and remove this run's files."""
         for category, nbytes, tier in self._entered:

@@ -32,6 +32,7 @@ from ..utils.autograd import ended, in_backward, leads_to_all, marked, memory_of
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .freezing import Freezing
 from .gradient_account import GradientAccount
+from .inner_optimizer import members_of
 from .masters import masters_shown
 from .mixed_precision import Progress
 from .parameter import ParamHome
@@ -225,6 +226,7 @@ class Runtime:
         if unit.depth == 0:
             gathers = unit.sharded and not unit.pinned
             if gathers:
+                unit.give_back()  # a write after unshard() is told as that
                 if unit.memories and transforming():  # hooks do not see torch.func's backward, which would read released memory
                     raise ShardedAccessError(
                         f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
@@ -607,14 +609,17 @@ class Runtime:
         trained = self.trained
         self.account.drops(trained.difference(keep))
         # while sums are held back, ranks differ in which parameters have one
-        if self.account.dropped == trained or not (self.account.held or any(group.has_gradients for group in self.groups)):
-            self.forget_backwards(to_zeros=not set_to_none)
+        left = self.account.held or any(group.has_gradients for group in self.groups)
+        kept = trained - self.account.dropped if left else set()
+        if not left or kept.isdisjoint(members_of(*self.optimizers.holding)):  # those that are left have no optimizer
+            self.before_gradients()  # brings what is left to the scale of the next backward
+            self.forget_backwards(to_zeros=not set_to_none, kept=kept)
 
-    def forget_backwards(self, to_zeros: bool = False) -> None:
-        """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients themselves."""
-        self.account.zeroed(holding=not self.sync)
+    def forget_backwards(self, to_zeros: bool = False, kept: Collection[int] = ()) -> None:
+        """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients, but those `kept`."""
+        self.account.zeroed(holding=not self.sync or (self.account.held and bool(kept)))
         self.attendance.zero_grad(to_zeros)
-        self.reductions.touched = set()
+        self.reductions.touched = self.reductions.touched if kept else set()
 
 
 def runtime_of(model: nn.Module) -> Runtime:

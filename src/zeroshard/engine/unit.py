@@ -510,7 +510,7 @@ class Unit:
                 "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
             )
 
-    def give_back(self, *_: object) -> None:
+    def give_back(self) -> None:
         """Put the sharded parameters into the modules where a program's unshard() has put whole ones; no-op while it is in use."""
         if self.entries.swapped and not self.in_use:
             self.check_unwritten("after unshard()", "Write the sharded parameter, before unshard() or after reshard()")
@@ -527,7 +527,7 @@ class Unit:
         values = [group.values for group in self.gathered if any(spec.name in written for spec in group.specs)]
         what, effect = f"{', '.join(written[:3])}: written in place {where}", "where each rank has a copy that is dropped"
         if lasts := not all(each.released for each in values):
-            shared = any(each.mapped for each in values)
+            shared = any(each.mapped and not each.comm.alone for each in values)
             effect = (
                 "in memory that ranks share (map_shared=True): all have" if shared else "where each rank keeps the whole: it has"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from ..errors import ConfigError, ZeroshardError
 from .attendance import Attendance
 from .comm.base import DirectComm
 from .gradient_account import GradientAccount
+from .inner_optimizer import members_of
 from .unit import ParamGroup, Unit
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class ModelOptimizers:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.sharded: list[Any] = []
+        self.after_step: OrderedDict[int, Callable[[], object]] = OrderedDict()  # by number of a handle; for all cores
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over all; those that wait are taken over now."""
@@ -92,6 +95,21 @@ class ModelOptimizers:
             raise ZeroshardError(self.expected())
         return found
 
+    @property
+    def holding(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that may step: all but those that wait and were left, since they do not suit the others."""
+        return self.sharded
+
+    def left_alone(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Return the ids of the trained parameters whose gradients an optimizer leaves alone, in zero_grad, norm, clip and skip.
+
+        They are those of the others. Under FSDP2's door, as there: all that are not its own.
+        """
+        if self.runtime.shows_masters:
+            return self.runtime.trained - members_of(optimizer)
+        others = [each for each in self.holding if each is not optimizer]
+        return members_of(*others) - members_of(optimizer) if others else set()
+
     def expected(self) -> str:
         """Return the text of the error of a verb that needs an optimizer, where the model has none."""
         made = ", ".join(sorted(type(each).__name__ for each in self.waiting)) or "none"
@@ -100,8 +118,8 @@ class ModelOptimizers:
             "others of the same parameters."
         )
 
-    def refuse(self, given: Collection[object]) -> None:
-        """Raise ConfigError if one of these waits, and can not be the model's beside the others."""
+    def take(self, given: Collection[object]) -> None:
+        """Take over those of these that wait (collective). Raise ConfigError if one can not be the model's beside the others."""
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Add a sharded optimizer of some of the parameters."""

@@ -27,7 +27,8 @@ def _take(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[
     metadata["assign_to_params_buffers"] = False
     for name, param in list(module.named_parameters(recurse=False)):
         value = state.get(prefix + name)
-        if stays_whole(param) and isinstance(value, Tensor) and assigns:  # torch's object would not be marked
+        alike = isinstance(value, Tensor) and value.shape == param.shape  # else torch says what differs
+        if stays_whole(param) and isinstance(value, Tensor) and alike and assigns:  # torch's object would not be marked
             given = nn.Parameter(value.detach(), param.requires_grad)
             setattr(given, NOT_SHARDED, True)
             setattr(module, name, given)

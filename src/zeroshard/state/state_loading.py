@@ -247,10 +247,12 @@ class StatesAtRest:
         """
         if given is None:
             return None
-        optimizers, listed = list(self.runtime.optimizers), list(given) if isinstance(given, (list, tuple)) else [given]
+        listed = list(given) if isinstance(given, (list, tuple)) else [given]
+        self.runtime.optimizers.take(
+            listed
+        )  # before this refers to others: one may replace an optimizer that the program has dropped
+        optimizers = list(self.runtime.optimizers)
         if not listed or set(map(id, listed)) != set(map(id, optimizers)):
-            if optimizers:
-                self.runtime.optimizers.refuse(listed)
             why = "" if optimizers else f" {self.runtime.optimizers.expected()}"
             if len(optimizers) > 1:
                 names = ", ".join(type(each).__name__ for each in optimizers)

@@ -307,7 +307,8 @@ def generators_of_rank_0(comm: Comm, label: str, in_turn: bool = False) -> Itera
     generators = [torch.default_generator]
     if comm.device.type == "cuda":
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    mine = [generator.get_state() for generator in generators]
+    with _turn if in_turn else contextlib.nullcontext():  # another thread may be between its `set_state` and its draw
+        mine = [generator.get_state() for generator in generators]
     said = b"".join(bytes(state.numpy()) for state in mine)
     everyone = exchange_values(comm, (zlib.crc32(said), process_identity()), label)
     threads = len({told[1] for told in everyone}) < len(everyone)
