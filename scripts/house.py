@@ -286,7 +286,7 @@ GOALS = {
 }
 BOUNDS: dict[str, float] = {
     "lines of src/zeroshard and benchmarks": 70_700,
-    "lines of ring 0 (engine/)": 8_600,
+    "lines of ring 0 (engine/)": 8_500,
     "lines of ring 1": 12_600,
     "imports that leave ring 0": 0,
     "imports from ring 1 to ring 2": 0,

@@ -513,7 +513,7 @@ _FRESH = """
 import re, sys
 import torch
 from zeroshard.utils import host_memory
-from zeroshard.engine.release import take_again
+from zeroshard.utils.release import take_again
 
 host_memory.keep_freed_memory(large=sys.argv[1] != "returned")
 full, nbytes = torch.empty(int(sys.argv[2]), dtype=torch.uint8), int(sys.argv[2])

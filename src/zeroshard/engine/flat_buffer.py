@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..config import Config, Tier
+from ..utils.release import take_again
 from ..utils.work import Work
 from .comm.base import Collective, Comm, Region
 from .comm.pool import StagingPool
 from .flat_layout import FlatLayout
 from .ledger import GATHERED, PARAMETERS, claimed
-from .release import take_again
 from .rest import Tiers
 from .sizes import rests_away
 

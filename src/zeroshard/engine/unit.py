@@ -527,7 +527,7 @@ class Unit:
         values = [group.values for group in self.gathered if any(spec.name in written for spec in group.specs)]
         what, effect = f"{', '.join(written[:3])}: written in place {where}", "where each rank has a copy that is dropped"
         if lasts := not all(each.released for each in values):
-            shared = any(each.mapped and not each.comm.alone for each in values)
+            shared = any(each.mapped and not each.comm.control.alone for each in values)
             effect = (
                 "in memory that ranks share (map_shared=True): all have" if shared else "where each rank keeps the whole: it has"
             )

@@ -15,9 +15,9 @@ from typing import NoReturn
 from torch import Tensor
 
 from ..config import Offload, Tier
-from ..engine.release import give_back, take_again
 from ..engine.rest import Away, MemoryRest, Rest, Tiers
 from ..errors import StatesAway, ZeroshardError
+from ..utils.release import give_back, take_again
 from ..utils.work import Work
 
 _CHUNK_NUMEL = 16 << 20  # number of elements copied at a time between a device and a disk

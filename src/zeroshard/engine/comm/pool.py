@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 
 from ...utils.one_thread import Turn, one_thread
+from ...utils.release import give_back, take_again
 from ...utils.work import pause
 from ..flat_layout import round_up
 from ..ledger import STAGING, Ledger
-from ..release import give_back, take_again
 from .base import Collective, Comm, Region
 
 _PATIENCE_S = 0.05  # a wait for a free buffer that lasts this long is announced to the peers

@@ -13,8 +13,8 @@ import os
 
 from torch import Tensor
 
-from ..utils import host_memory
-from ..utils.aligned import round_down, round_up
+from . import host_memory
+from .aligned import round_down, round_up
 
 _MADV_DONTNEED, _MADV_REMOVE, _MADV_HUGEPAGE = 4, 9, 14  # linux/mman.h: for private pages, for a memfd's, huge ones
 _HUGE_NBYTES = 4 << 20  # two huge pages at least
