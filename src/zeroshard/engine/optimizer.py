@@ -417,9 +417,8 @@ class OptimizerCore:
         have run a forward since, in which a slower peer still reads this rank's shards.
         """
         groups = self.stepped_groups
-        behind = [group for group in groups if group.values.behind and self.replicated]
-        for group in behind:  # each rank steps what the program has written to other ranks' slices, too
-            group.gather().wait()
+        # each rank steps what the program has written to other ranks' slices, too
+        behind = self.replicated and self.runtime.catch_up()
         self.comm.fence_write(synchronised=met and not behind)
         self.runtime.gate.invalidate()
         stepped = set(map(id, groups))

@@ -164,6 +164,7 @@ class Runtime:
                 self.frozen.follow()
             for unit in self.units:
                 unit.check_unchanged()
+            self.catch_up()
         exchanges = self.input_dtype is not None or self.progress.scaler is not None
         given = Exchanged(self._received, (args, kwargs)) if exchanges else None
         self.forwards.append(ModelForward(running_forward(), given))
@@ -233,14 +234,28 @@ class Runtime:
                         "`with zs.gathered(model):`."
                     )
                 # else `root_enter` has done this; here the program called a submodule
-                if torch.is_grad_enabled() and not (self.forwards or self.in_backward):
-                    self.frozen.follow()
+                if not (self.forwards or self.in_backward):
+                    if torch.is_grad_enabled():
+                        self.frozen.follow()
+                    self.catch_up()
                 self._open(unit, backward=unit.in_backward)
             unit.entries.expose()  # DTensors over the gathered shards, where parameters were DTensors
             unit.forward = UnitForward(next_node(), sys.exc_info()[1])
             if gathers and unit.memories:
                 self.saved.push(unit)
         unit.depth += 1
+
+    def catch_up(self) -> bool:
+        """After writes at rest: meet, and gather the wholes that these have left behind; return whether there are any.
+
+        Each rank does this at its first forward after the write, whichever units it uses then; at stage 0 in a step, too.
+        """
+        if self.attendance.gathers:
+            self.comm.fence_read()
+        works = [group.gather() for group in self.groups if group.values.behind]
+        for work in works:
+            work.wait()
+        return bool(works)
 
     def exit(self, unit: Unit, output: object) -> object:
         """End a forward inside the unit (output None: it raised, or returned None): release the unit, return the output with `_watch`'s hooks."""
