@@ -574,6 +574,28 @@ def test_states_of_parameters_beside_the_model_load():
     assert not saved
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_beside_the_model_without_states_yet(stage):
+    """Adagrad makes states in its constructor: those of a group that is added come in the next step."""
+
+    def program(beside, batches):
+        optimizer = torch.optim.Adagrad(beside.inner.parameters(), lr=0.1)
+        optimizer.add_param_group({"params": beside.outside()})
+        beside.train_on([optimizer], batches)
+        return beside
+
+    expected = program(Beside(), lambda number: DATA[number % 4][0]).state_dict()
+
+    def rank_run(rank):
+        beside = program(Beside({"stage": stage}), lambda number: [DATA[number % 4][0][rank]])
+        return beside.temperature.detach(), zs.full_state_dict(beside.inner)
+
+    for temperature, inner in run_threads(WORLD, rank_run):
+        torch.testing.assert_close(temperature, expected["temperature"], rtol=1e-5, atol=1e-6)
+        for name, value in inner.items():
+            torch.testing.assert_close(value, expected[f"inner.{name}"], rtol=1e-5, atol=1e-6, msg=name)
+
+
 # -- groups that are added later -----------------------------------------------------------------------------------------
 
 
