@@ -265,6 +265,37 @@ def test_clipping_of_all_before_both_steps(make):
                         torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6, msg=f"{stage} {name}")
 
 
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_clipping_before_each_step(make):
+    """A norm is that of the gradients that there are: not of those that the other optimizer has dropped since the last one."""
+
+    def clipping(clip, norms):
+        def loop(model, optimizers, batches):
+            for number in range(4):
+                backward(model, batches(number))
+                for optimizer in optimizers if number % 2 else reversed(optimizers):
+                    for bound in (0.2, 0.05):
+                        norms.append(clip(model, bound).item())
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=number < 2)
+
+        return loop
+
+    wanted = []
+    expected = plain(make, clipping(lambda model, bound: torch.nn.utils.clip_grad_norm_(model.parameters(), bound), wanted))
+
+    def rank_run(rank, stage):
+        norms = []
+        return *sharded(rank, make, clipping(zs.clip_grad_norm_, norms), stage=stage), norms
+
+    for stage in STAGES:
+        for *got, norms in run_threads(WORLD, functools.partial(rank_run, stage=stage)):
+            assert norms == pytest.approx(wanted, rel=1e-4), stage
+            for mine, theirs in zip(got, expected, strict=True):
+                for name, value in theirs.items():
+                    torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6, msg=f"{stage} {name}")
+
+
 def clip_own(params, *args):
     torch.nn.utils.clip_grad_norm_(params, 0.1)
 

@@ -20,7 +20,8 @@ class Clipped:
 
     writes: write counters of the gradients at the clip; the step computes the norm anew if they differ. of_ally: the clip of
     another pipeline stage's optimizer has scaled these gradients too, and the program has not clipped by this optimizer yet
-    (OptimizerCore.allied). refused: that other optimizer has skipped its step, since the norm was not finite.
+    (OptimizerCore.allied). refused: that other optimizer has skipped its step, since the norm was not finite. partial: a zero_grad has
+    dropped some of the gradients since: a step uses what was clipped, and a further clip has another norm.
     """
 
     norm: float
@@ -29,6 +30,7 @@ class Clipped:
     writes: list[int]
     of_ally: bool = False
     refused: bool = False
+    partial: bool = False
 
 
 class GradientAccount:

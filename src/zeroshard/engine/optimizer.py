@@ -210,7 +210,7 @@ class OptimizerCore:
         # ranks along model axes see the same batches: with several places, weights are added up in each place, not over the world
         weights = (account.weight, account.unweighted) if len(topology.places) > 1 else ()
         form = struct.Struct(f"<{'d?' if weights else ''}{len(watches)}Q")
-        again = "" if self._found() is None else " anew (it was not finite, or gradients were written since)"
+        again = "" if self._found() is None else " anew (it was not finite, or gradients were written since, or dropped)"
         (total, weight, weighted, plain), told = self.world.compare(
             form.pack(*weights, *fingerprints), f"optimizer step{of}: gradient norm{again}{self.runtime.attendance.remark()}",
             (total, account.weight, bool(account.weight), account.unweighted),
@@ -247,7 +247,7 @@ class OptimizerCore:
     def _clip(self, max_norm: float | None, stepping: bool = False, without: Collection[int] = ()) -> float:
         """Clip as `clip` does. without: ids of parameters whose gradients this optimizer leaves alone."""
         found = self._known()
-        if found is None:
+        if found is None or found.partial:
             for core in self.allied:
                 if not core.runtime.hides_sums:
                     core.runtime.flush(core.group_of if stepping else None)

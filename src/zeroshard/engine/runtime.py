@@ -619,7 +619,7 @@ class Runtime:
         now = self.gradient_writes()
         for core, found in self.account.clipped.items():  # a clip still holds for the gradients that are kept
             if found.writes == before:
-                self.account.clipped[core] = replace(found, writes=now)
+                self.account.clipped[core] = replace(found, writes=now, partial=True)
         trained = self.trained
         self.account.drops(trained.difference(keep))
         # while sums are held back, ranks differ in which parameters have one
