@@ -1091,6 +1091,76 @@ def test_when_all_have_dropped_theirs_weights_are_forgotten(to_none):
         run_threads(WORLD, functools.partial(rank_run, stage=stage))
 
 
+def first_alone(model, first, second, weigh):
+    weigh(0)
+    first.step()
+    first.zero_grad()
+
+
+def both(model, first, second, weigh):
+    weigh(0)
+    first.step()
+    second.step()
+
+
+def clipped(model, first, second, weigh):
+    weigh(0)
+    zs.clip_grad_norm_(model, 0.1)
+
+
+def dropped(model, first, second, weigh):
+    weigh(0)
+    first.zero_grad()
+
+
+def held_and_dropped(model, first, second, weigh):
+    with zs.accumulate(model):
+        weigh(0)
+    first.zero_grad()
+
+
+def unweighted(model, first, second, weigh):
+    weigh(0, None)
+    second.step()
+
+
+@pytest.mark.parametrize(
+    "before", [first_alone, both, clipped, dropped, held_and_dropped, unweighted], ids=lambda each: each.__name__
+)
+def test_weights_count_from_the_zero_grad_of_all(before):
+    """Beside gradients that were divided already, or of a part of the backwards, no weight is right."""
+    weights = [3.0, 0.0]
+
+    def rank_run(rank, stage):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        optimizers = interleaved(model)
+
+        def weigh(number, weight=weights[rank]):
+            loss = model(*DATA[number][0][rank])
+            loss.backward() if weight is None else zs.backward(model, loss, weight=weight)
+
+        before(model, *optimizers, weigh)
+        for _ in range(2):
+            with pytest.raises(
+                zs.ZeroshardError, match=r"zs\.backward.* beside gradients of before a step, .* Call model\.zero_grad"
+            ):
+                weigh(1)
+        model.zero_grad()
+        weigh(1)
+        weigh(2, 1.0)
+        zs.clip_grad_norm_(model, float("inf"))
+        return zs.full_state_dict(model), zs.full_gradients(model)
+
+    for stage in STAGES:
+        for state, gradients in run_threads(WORLD, functools.partial(rank_run, stage=stage)):
+            model = copy.deepcopy(MODEL)
+            model.load_state_dict(state)
+            sum(model(*DATA[1][0][rank]) * weight + model(*DATA[2][0][rank]) for rank, weight in enumerate(weights)).backward()
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(gradients[name], param.grad / (sum(weights) + WORLD), rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_before_the_first_use_while_sums_are_held_back(stage):
     def rank_run(rank):

@@ -183,10 +183,7 @@ class OptimizerCore:
     def stepped_groups(self) -> list[ParamGroup]:
         """The groups of `reduced_groups` with a gradient of a parameter that this optimizer steps."""
         own = self.indices
-        return [
-            g for g in self.reduced_groups
-            if g in own and (len(own[g]) == len(g.params) or any(g.active[index] for index in own[g]))
-        ]  # fmt: skip
+        return [group for group in self.reduced_groups if group in own and any(group.active[index] for index in own[group])]
 
     @property
     def cores(self) -> list[OptimizerCore]:
@@ -218,14 +215,11 @@ class OptimizerCore:
         rows = [(*weights, *fingerprints)] * self.world.world_size if told is None else [form.unpack(part) for part in told]
         for number, watch in enumerate(watches, len(weights)):
             watch.agree([rows[rank][number] for rank in topology.place])
+        mixed = weighted and plain
         if weights:
             places = [[rows[rank] for rank in ranks] for ranks in topology.places]
             weight = max(sum(row[0] for row in place) for place in places)
-        mixed = (
-            weighted and plain
-            if not weights
-            else any(any(w for w, *_ in each) and any(p for _, p, *_ in each) for each in places)
-        )
+            mixed = any(any(w for w, *_ in each) and any(p for _, p, *_ in each) for each in places)
         if mixed:
             raise ZeroshardError(
                 "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
@@ -289,10 +283,9 @@ class OptimizerCore:
 
     def _known(self) -> Clipped | None:
         """Return the last clip, if its norm is usable and gradients have not been written since; else None."""
-        found = self._found()
-        return (
-            found if found is not None and self._usable(found.norm) and found.writes == self.runtime.gradient_writes() else None
-        )
+        if (found := self._found()) is None or not self._usable(found.norm) or found.writes != self.runtime.gradient_writes():
+            return None
+        return found
 
     def _usable(self, norm: float) -> bool:
         """Return True if a step is taken with gradients of this norm."""
@@ -330,9 +323,8 @@ class OptimizerCore:
             self.agree()
             self.agree = None
         if not self.stepped_groups and self.world is self.comm:
-            self.comm.exchange(
-                b"", f"optimizer step{self.remark} without gradients"
-            )  # raises where other ranks do have gradients
+            # raises where other ranks do have gradients
+            self.comm.exchange(b"", f"optimizer step{self.remark} without gradients")
             runtime.attendance.steps += account.begins_step(self)
             outside = any(self.outside)
             if outside:

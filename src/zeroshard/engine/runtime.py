@@ -246,10 +246,7 @@ class Runtime:
         unit.depth += 1
 
     def catch_up(self) -> bool:
-        """After writes at rest: meet, and gather the wholes that these have left behind; return whether there are any.
-
-        Each rank does this at its first forward after the write, whichever units it uses then; at stage 0 in a step, too.
-        """
+        """Gather the wholes that writes at rest left behind, whichever units this rank will use; return whether there are any."""
         if self.attendance.gathers:
             self.comm.fence_read()
         works = [group.gather() for group in self.groups if group.values.behind]
@@ -422,13 +419,12 @@ class Runtime:
 
     def before_gradients(self) -> None:
         """Bring reduced gradients to the scale of those that a backward adds: times the loss scale, a mean over all ranks."""
-        if self.account.unscaled:
-            self.account.unscaled = False
-            self._scale_gradients(self.progress.loss_scale)
-        if self.account.share != 1.0:
-            self._scale_gradients(self.account.share)
-            self.account.share = 1.0
-        self.account.change()
+        account = self.account
+        factor = account.share * (self.progress.loss_scale if account.unscaled else 1.0)
+        if factor != 1.0:
+            self._scale_gradients(factor)
+        account.unscaled, account.share = False, 1.0
+        account.change()
 
     def _await_end(self) -> Backward:
         """Return the running backward; a new one has autograd call `end_backward` at its end. Clear an earlier, failed one."""
@@ -573,9 +569,8 @@ class Runtime:
         self.moved.check("gradients")
         self.recover()
         if self.account.lost if used is None else not self.account.lost.isdisjoint(used):
-            which = (
-                "optimizer.zero_grad()" if len(self.optimizers.sharded) < 2 else "zero_grad() of each optimizer that uses them"
-            )
+            several = len(self.optimizers.sharded) > 1
+            which = "zero_grad() of each optimizer that uses them" if several else "optimizer.zero_grad()"
             raise ZeroshardError(
                 f"a backward failed after others since the last zero_grad, and the gradients of those went with it: call {which} and run their "
                 "batches again."
