@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import MLP, flat, seeded, vector_batches
+from helpers import MLP, differences, flat, seeded, vector_batches
 from recording_streams import RecordingStreams
 from torch import Tensor, nn
 
@@ -28,7 +28,9 @@ from zeroshard.config import Offload
 from zeroshard.diagnostics.status_server import JudgingDesk
 from zeroshard.engine.comm.process_group import DistComm
 from zeroshard.engine.runtime import runtime_of
+from zeroshard.seam import masters_shown
 from zeroshard.testing import run_threads
+from zeroshard.utils.setting import setting
 
 LENGTHS = (7, 5, 6, 7)
 STAGES = (0, 1, 2, 3)
@@ -133,6 +135,33 @@ def test_join_takes_the_mean_over_the_batches_that_exist(stage: int, way: str) -
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_loader_may_be_empty(stage: int, lengths: tuple[int, ...]) -> None:
     check(run_threads(len(lengths), lambda rank: run(rank, lengths, {"stage": stage})), lengths)
+
+
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_write_before_the_loop_of_a_rank_without_data(stage: int, shown: bool) -> None:
+    def write(model: nn.Module) -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9)
+
+    def train(rank: int) -> dict:
+        model = copy.deepcopy(BASE)
+        with setting(masters_shown, shown):
+            model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        write(model)
+        with zs.join(model):
+            for batch in batches((1, 0))[rank]:
+                model(*batch).backward()
+                optimizer.step()
+        return zs.full_state_dict(model)
+
+    model = copy.deepcopy(BASE)
+    write(model)
+    model(*batches((1, 0))[0][0]).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for got in run_threads(2, train):
+        assert differences(got, model.state_dict()) == []
 
 
 def test_no_rank_has_data() -> None:

@@ -7,6 +7,7 @@ what an optimizer given to zs.shard does; zs.report, zs.save and zs.load know of
 import copy
 import functools
 import gc
+import threading
 from dataclasses import replace
 
 import pytest
@@ -629,6 +630,46 @@ def test_a_failure_on_the_way_leaves_a_late_optimizer(stage, monkeypatch):
         assert runtime_of(model).optimizers.sharded == [optimizer] and not optimizer.last_step.skipped
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("when", ["respect_skipped_steps", "suit"])
+def test_ranks_that_are_threads_expect_the_optimizers_of_all(when, monkeypatch):
+    """As under FSDP2's door, where the first use of a model does that: also while a rank makes its own, or takes it over."""
+    plain, made = getattr(late_optimizer, when), []
+
+    class Listed(torch.optim.SGD):
+        def __init__(self, *args, **options):
+            made.append(self)
+            super().__init__(*args, **options)
+
+    def meanwhile(*args):
+        if threading.current_thread().name.startswith("rank"):
+            other = threading.Thread(target=lambda: [late_optimizer.expect(each) for each in made])
+            other.start()
+            other.join(0.2)
+        return plain(*args)
+
+    monkeypatch.setattr(late_optimizer, when, meanwhile)
+
+    def run(rank):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=2)
+        optimizer = Listed(model.parameters(), lr=0.1)
+        for number in range(2):
+            backward(model, [DATA[number][0][rank]])
+            optimizer.step()
+            optimizer.zero_grad()
+        assert type(optimizer).__bases__[1] is Listed and not list(runtime_of(model).optimizers.waiting)
+        return zs.full_state_dict(model)
+
+    model = copy.deepcopy(MODEL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2):
+        backward(model, DATA[number][0])
+        optimizer.step()
+        optimizer.zero_grad()
+    for got in run_threads(WORLD, run):
+        assert not differences(got, model.state_dict())
 
 
 class Trainer:

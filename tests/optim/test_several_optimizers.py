@@ -287,6 +287,37 @@ def test_clipping_of_all_before_both_steps(make):
                         torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6, msg=f"{stage} {name}")
 
 
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_clipping_before_each_step(make):
+    """A norm is that of the gradients that there are: not of those that the other optimizer has dropped since the last one."""
+
+    def clipping(clip, norms):
+        def loop(model, optimizers, batches):
+            for number in range(4):
+                backward(model, batches(number))
+                for optimizer in optimizers if number % 2 else reversed(optimizers):
+                    for bound in (0.2, 0.05):
+                        norms.append(clip(model, bound).item())
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=number < 2)
+
+        return loop
+
+    wanted = []
+    expected = plain(make, clipping(lambda model, bound: torch.nn.utils.clip_grad_norm_(model.parameters(), bound), wanted))
+
+    def rank_run(rank, stage):
+        norms = []
+        return *sharded(rank, make, clipping(zs.clip_grad_norm_, norms), stage=stage), norms
+
+    for stage in STAGES:
+        for *got, norms in run_threads(WORLD, functools.partial(rank_run, stage=stage)):
+            assert norms == pytest.approx(wanted, rel=1e-4), stage
+            for mine, theirs in zip(got, expected, strict=True):
+                for name, value in theirs.items():
+                    torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-6, msg=f"{stage} {name}")
+
+
 def clip_own(params, *args):
     torch.nn.utils.clip_grad_norm_(params, 0.1)
 
@@ -594,6 +625,28 @@ def test_states_of_parameters_beside_the_model_load():
         for name, value in inner.items():
             torch.testing.assert_close(value, one.inner.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
     assert not saved
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_beside_the_model_without_states_yet(stage):
+    """Adagrad makes states in its constructor: those of a group that is added come in the next step."""
+
+    def program(beside, batches):
+        optimizer = torch.optim.Adagrad(beside.inner.parameters(), lr=0.1)
+        optimizer.add_param_group({"params": beside.outside()})
+        beside.train_on([optimizer], batches)
+        return beside
+
+    expected = program(Beside(), lambda number: DATA[number % 4][0]).state_dict()
+
+    def rank_run(rank):
+        beside = program(Beside({"stage": stage}), lambda number: [DATA[number % 4][0][rank]])
+        return beside.temperature.detach(), zs.full_state_dict(beside.inner)
+
+    for temperature, inner in run_threads(WORLD, rank_run):
+        torch.testing.assert_close(temperature, expected["temperature"], rtol=1e-5, atol=1e-6)
+        for name, value in inner.items():
+            torch.testing.assert_close(value, expected[f"inner.{name}"], rtol=1e-5, atol=1e-6, msg=name)
 
 
 # -- groups that are added later -----------------------------------------------------------------------------------------
@@ -1058,6 +1111,76 @@ def test_when_all_have_dropped_theirs_weights_are_forgotten(to_none):
 
     for stage in (0, 1, 3):
         run_threads(WORLD, functools.partial(rank_run, stage=stage))
+
+
+def first_alone(model, first, second, weigh):
+    weigh(0)
+    first.step()
+    first.zero_grad()
+
+
+def both(model, first, second, weigh):
+    weigh(0)
+    first.step()
+    second.step()
+
+
+def clipped(model, first, second, weigh):
+    weigh(0)
+    zs.clip_grad_norm_(model, 0.1)
+
+
+def dropped(model, first, second, weigh):
+    weigh(0)
+    first.zero_grad()
+
+
+def held_and_dropped(model, first, second, weigh):
+    with zs.accumulate(model):
+        weigh(0)
+    first.zero_grad()
+
+
+def unweighted(model, first, second, weigh):
+    weigh(0, None)
+    second.step()
+
+
+@pytest.mark.parametrize(
+    "before", [first_alone, both, clipped, dropped, held_and_dropped, unweighted], ids=lambda each: each.__name__
+)
+def test_weights_count_from_the_zero_grad_of_all(before):
+    """Beside gradients that were divided already, or of a part of the backwards, no weight is right."""
+    weights = [3.0, 0.0]
+
+    def rank_run(rank, stage):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        optimizers = interleaved(model)
+
+        def weigh(number, weight=weights[rank]):
+            loss = model(*DATA[number][0][rank])
+            loss.backward() if weight is None else zs.backward(model, loss, weight=weight)
+
+        before(model, *optimizers, weigh)
+        for _ in range(2):
+            with pytest.raises(
+                zs.ZeroshardError, match=r"zs\.backward.* beside gradients of before a step, .* Call model\.zero_grad"
+            ):
+                weigh(1)
+        model.zero_grad()
+        weigh(1)
+        weigh(2, 1.0)
+        zs.clip_grad_norm_(model, float("inf"))
+        return zs.full_state_dict(model), zs.full_gradients(model)
+
+    for stage in STAGES:
+        for state, gradients in run_threads(WORLD, functools.partial(rank_run, stage=stage)):
+            model = copy.deepcopy(MODEL)
+            model.load_state_dict(state)
+            sum(model(*DATA[1][0][rank]) * weight + model(*DATA[2][0][rank]) for rank, weight in enumerate(weights)).backward()
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(gradients[name], param.grad / (sum(weights) + WORLD), rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -4,7 +4,18 @@ import copy
 
 import pytest
 import torch
-from helpers import DTYPES, OddGPT, Task, assert_equal_runs, reference, seeded, token_batches, train
+from helpers import (
+    DTYPES,
+    Branches,
+    OddGPT,
+    Task,
+    assert_equal_runs,
+    differences,
+    reference,
+    seeded,
+    token_batches,
+    train,
+)
 from private_ranks import PostOffice, PrivateComm
 
 import zeroshard as zs
@@ -81,6 +92,47 @@ def test_writes_reach_masters_and_what_forwards_use(way, private, precision):
         assert found[0] == other[0] and found[2:] == other[2:] and rounded == whole
         dtype = DTYPES[precision]
         assert all(torch.tensor(value).to(dtype).tolist() == rounded[name] for name, value in found[3].items())
+
+
+BRANCHES = seeded(Branches)
+
+
+@pytest.mark.parametrize("written", ["all", "a branch"])
+@pytest.mark.parametrize(
+    ("way", "private"), [(way, private) for way in WAYS[:3] for private in (False, True)] + [(SMALL, False)], ids=str
+)
+def test_after_a_write_ranks_may_use_other_units(way, private, written):
+    """The wholes that ranks keep are behind then, and each rank gathers those of units that it does not use, too."""
+    inputs = torch.randn(WORLD, 3, 6, generator=torch.Generator().manual_seed(0))
+
+    def program(model, optimizer, ranks):
+        def write():
+            with torch.no_grad():
+                for param in (model if written == "all" else model.branches[0]).parameters():
+                    param.mul_(0.9)
+                for rank in ranks:
+                    model.branches[rank](inputs[rank])
+
+        for step in range(4):
+            for rank in ranks:
+                (model(inputs[rank], (0, 1) if step == 0 else (rank,)) / len(ranks)).backward()
+            if step % 2:
+                write()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2 == 0:
+                write()
+        return model
+
+    def run(rank, comm):
+        model = copy.deepcopy(BRANCHES)
+        model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), units=("Sequential",), **way, **comm)
+        return zs.full_state_dict(program(model, optimizer, [rank]))
+
+    model = copy.deepcopy(BRANCHES)
+    expected = program(model, torch.optim.SGD(model.parameters(), lr=0.1), range(WORLD)).state_dict()
+    for got in _shown(run, private):
+        assert differences(got, expected) == []
 
 
 def test_states_moved_away_averages_and_checkpoints(tmp_path):

@@ -33,7 +33,7 @@ from ..optim.validation import held_optimizers
 from ..utils.autograd import in_backward
 from ..utils.garbage import collect_garbage
 from .lr_schedulers import respect_skipped_steps
-from .sharded_optimizer import GIVE, OfShardedModel, agree, derived, homes_of, runtimes_of, shard_optimizer, suit
+from .sharded_optimizer import CLASSES, GIVE, OfShardedModel, agree, derived, homes_of, runtimes_of, shard_optimizer, suit
 
 if TYPE_CHECKING:
     _Optimizer = torch.optim.Optimizer
@@ -41,6 +41,7 @@ else:
     _Optimizer = object  # the class of the user's object is the second base of the derived classes
 
 _given_back: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # late ones of models that were closed
+_between: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that are being taken over
 
 
 class LateOptimizer(_Optimizer):
@@ -106,7 +107,9 @@ class LateOptimizer(_Optimizer):
         taken, before, gate = TakeOver(self), dict(self.__dict__), runtime.gate
         planned, steppers = [group.plan for group in runtime.groups], list(gate.steppers)
         tally = self.__dict__.get("tally") or Tally(runtime.config.hold_schedulers)  # a copy of an optimizer has none
-        self.give_back()
+        with CLASSES:
+            _between.add(self)
+            self.give_back()
         try:
             suit(self, name, runtime, taken.begin(runtime.model, runtime.config))
             core: OptimizerCore = shard_optimizer(self, runtime).core  # type: ignore[attr-defined]
@@ -121,6 +124,8 @@ class LateOptimizer(_Optimizer):
             for each in runtimes:
                 all_optimizers(each).waiting.add(self)
             raise
+        finally:
+            _between.discard(self)
         runtime.optimizers.add(self)
         core.tally, core.agree = tally, functools.partial(agree, core)
         taken.tell(runtime.comm.rank)
@@ -224,10 +229,11 @@ def all_optimizers(runtime: Runtime) -> AllOptimizers:
 
 def expect(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer become that of a sharded model at its first use, if its groups hold such a model's parameters by then."""
-    cls = type(optimizer)  # read once: it may be that of another rank, which is a thread and uses it now
-    if not issubclass(cls, (LateOptimizer, OfShardedModel)):
+    with CLASSES:
+        if isinstance(optimizer, OfShardedModel) or optimizer in _between:
+            return
         respect_skipped_steps()
-        optimizer.__class__ = derived(cls, LateOptimizer)
+        optimizer.__class__ = derived(type(optimizer), LateOptimizer)
         for runtime in runtimes_of(optimizer.param_groups) if optimizer in _given_back else ():
             all_optimizers(runtime).waiting.add(optimizer)
 
@@ -245,10 +251,11 @@ def watch() -> None:
         runtimes = runtimes_of(self.param_groups[-1:])
         for runtime in runtimes:
             all_optimizers(runtime).waiting.add(self)
-        if runtimes and not isinstance(self, LateOptimizer):
-            respect_skipped_steps()
-            self.__class__ = derived(type(self), LateOptimizer)
-            self.tally = Tally(runtimes[0].config.hold_schedulers)  # type: ignore[attr-defined]
+        with CLASSES:
+            if runtimes and not isinstance(self, LateOptimizer):
+                respect_skipped_steps()
+                self.__class__ = derived(type(self), LateOptimizer)
+                self.tally = Tally(runtimes[0].config.hold_schedulers)  # type: ignore[attr-defined]
 
     torch.optim.Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_refuse_earlier)

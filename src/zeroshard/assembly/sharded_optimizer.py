@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -44,6 +45,7 @@ from ..values.whole_step import WholeStepper
 from .lr_schedulers import respect_skipped_steps, rewrap_for_schedulers
 
 GIVE = "zs.shard(model, optimizer, ...)"
+CLASSES = threading.RLock()  # held to look at optimizers' classes and change them: ranks may be threads, and meet those of all
 
 
 def homes_of(groups: list[Options]) -> list[ParamHome]:
@@ -104,9 +106,10 @@ def derived(cls: type, mixin: type) -> type:
     """Return the subclass of an optimizer's class with a mixin: one for each class, under the class's name, which loggers show."""
     bases = (mixin, cls, OfShardedModel)
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    subclasses: list[type] = cls.__subclasses__()
-    made = next((each for each in subclasses if each.__bases__ == bases), None)
-    return made or type(cls.__name__, bases, names)
+    with CLASSES:
+        subclasses: list[type] = cls.__subclasses__()
+        made = next((each for each in subclasses if each.__bases__ == bases), None)
+        return made or type(cls.__name__, bases, names)
 
 
 class ShardedOptimizer:

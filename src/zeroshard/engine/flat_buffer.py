@@ -41,7 +41,7 @@ class ParameterBuffer:
     region: the memory that peers read; None if the shard rests off the device. Then `fetch` copies it to a staging buffer, which
     `gather` sends.
     sharded: parameters at rest are slices for the program. replicated: each rank keeps the whole in memory of its own. kept: both;
-    then `behind` is True from a write to shards until the next gather, on all ranks alike.
+    then `behind` is True from a write to shards until the next gather, on all ranks alike (`Runtime.catch_up`).
     """
 
     def __init__(

@@ -20,7 +20,8 @@ class Clipped:
 
     writes: write counters of the gradients at the clip; the step computes the norm anew if they differ. of_ally: the clip of
     another pipeline stage's optimizer has scaled these gradients too, and the program has not clipped by this optimizer yet
-    (OptimizerCore.allied). refused: that other optimizer has skipped its step, since the norm was not finite.
+    (OptimizerCore.allied). refused: that other optimizer has skipped its step, since the norm was not finite. partial: a zero_grad has
+    dropped some of the gradients since: a step uses what was clipped, and a further clip has another norm.
     """
 
     norm: float
@@ -29,6 +30,7 @@ class Clipped:
     writes: list[int]
     of_ally: bool = False
     refused: bool = False
+    partial: bool = False
 
 
 class GradientAccount:
@@ -36,7 +38,8 @@ class GradientAccount:
 
     backwards: number of backwards that are over on all ranks. plain: number of this rank's backwards without a weight
     (zs.backward), the one that is ending included. weighing: weight of the backward that runs; None: it has none. weight: sum of
-    this rank's weights. unweighted: some gradients came without a weight. held: some rank may hold sums back (zs.accumulate); the
+    this rank's weights. unweighted: some gradients came without a weight. settled: they were divided by weights, or some were
+    dropped: no further weight is that of all. held: some rank may hold sums back (zs.accumulate); the
     same on every rank. lost: ids of parameters of which a failed backward has dropped earlier gradients. dropped: ids of those whose
     gradients a zero_grad has dropped since gradients last came. unscaled: reduced gradients were divided by the
     loss scale. share: number by which they were divided to be a mean over the ranks that had a batch (zs.join). clipped: by
@@ -52,7 +55,7 @@ class GradientAccount:
     def zeroed(self, holding: bool) -> None:
         """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
         self.backwards, self.plain, self.lost, self.unscaled = 0, 0, set[int](), False
-        self.weight, self.unweighted, self.share = 0.0, False, 1.0
+        self.weight, self.unweighted, self.settled, self.share = 0.0, False, False, 1.0
         self.change()
         self.held = holding
 
@@ -100,6 +103,7 @@ class GradientAccount:
         """Record a zero_grad of some parameters."""
         self.dropped |= keys
         self.lost -= keys
+        self.settled |= self.backwards > 0
 
     def failed(self, keys: set[int]) -> None:
         """Record that a backward has failed, and that gradients of earlier ones are gone with it. keys: ids of what is trained."""
@@ -108,4 +112,4 @@ class GradientAccount:
 
     def undone(self, unscaled: bool) -> None:
         """Record that gradients were divided by the mean weight of the ranks and, if `unscaled` (fp16), by the loss scale."""
-        self.unscaled, self.weight, self.unweighted = unscaled, 0.0, False
+        self.unscaled, self.weight, self.unweighted, self.settled = unscaled, 0.0, False, self.backwards > 0

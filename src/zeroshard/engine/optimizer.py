@@ -178,10 +178,7 @@ class OptimizerCore:
     def stepped_groups(self) -> list[ParamGroup]:
         """The groups of `reduced_groups` with a gradient of a parameter that this optimizer steps."""
         own = self.indices
-        return [
-            g for g in self.reduced_groups
-            if g in own and (len(own[g]) == len(g.params) or any(g.active[index] for index in own[g]))
-        ]  # fmt: skip
+        return [group for group in self.reduced_groups if group in own and any(group.active[index] for index in own[group])]
 
     @property
     def cores(self) -> list[OptimizerCore]:
@@ -205,7 +202,7 @@ class OptimizerCore:
         # ranks along model axes see the same batches: with several places, weights are added up in each place, not over the world
         weights = (account.weight, account.unweighted) if len(topology.places) > 1 else ()
         form = struct.Struct(f"<{'d?' if weights else ''}{len(watches)}Q")
-        again = "" if self._found() is None else " anew (it was not finite, or gradients were written since)"
+        again = "" if self._found() is None else " anew (it was not finite, or gradients were written since, or dropped)"
         (total, weight, weighted, plain), told = self.world.compare(
             form.pack(*weights, *fingerprints), f"optimizer step{of}: gradient norm{again}{self.runtime.attendance.remark()}",
             (total, account.weight, bool(account.weight), account.unweighted),
@@ -213,14 +210,11 @@ class OptimizerCore:
         rows = [(*weights, *fingerprints)] * self.world.world_size if told is None else [form.unpack(part) for part in told]
         for number, watch in enumerate(watches, len(weights)):
             watch.agree([rows[rank][number] for rank in topology.place])
+        mixed = weighted and plain
         if weights:
             places = [[rows[rank] for rank in ranks] for ranks in topology.places]
             weight = max(sum(row[0] for row in place) for place in places)
-        mixed = (
-            weighted and plain
-            if not weights
-            else any(any(w for w, *_ in each) and any(p for _, p, *_ in each) for each in places)
-        )
+            mixed = any(any(w for w, *_ in each) and any(p for _, p, *_ in each) for each in places)
         if mixed:
             raise ZeroshardError(
                 "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
@@ -242,7 +236,7 @@ class OptimizerCore:
     def _clip(self, max_norm: float | None, stepping: bool = False, without: Collection[int] = ()) -> float:
         """Clip as `clip` does. without: ids of parameters whose gradients this optimizer leaves alone."""
         found = self._known()
-        if found is None:
+        if found is None or found.partial:
             for core in self.allied:
                 if not core.runtime.hides_sums:
                     core.runtime.flush(core.group_of if stepping else None)
@@ -284,10 +278,9 @@ class OptimizerCore:
 
     def _known(self) -> Clipped | None:
         """Return the last clip, if its norm is usable and gradients have not been written since; else None."""
-        found = self._found()
-        return (
-            found if found is not None and self._usable(found.norm) and found.writes == self.runtime.gradient_writes() else None
-        )
+        if (found := self._found()) is None or not self._usable(found.norm) or found.writes != self.runtime.gradient_writes():
+            return None
+        return found
 
     def _usable(self, norm: float) -> bool:
         """Return True if a step is taken with gradients of this norm."""
@@ -325,9 +318,8 @@ class OptimizerCore:
             self.agree()
             self.agree = None
         if not self.stepped_groups and self.world is self.comm:
-            self.comm.exchange(
-                b"", f"optimizer step{self.remark} without gradients"
-            )  # raises where other ranks do have gradients
+            # raises where other ranks do have gradients
+            self.comm.exchange(b"", f"optimizer step{self.remark} without gradients")
             runtime.attendance.steps += account.begins_step(self)
             outside = any(self.outside)
             if outside:
@@ -407,9 +399,8 @@ class OptimizerCore:
         have run a forward since, in which a slower peer still reads this rank's shards.
         """
         groups = self.stepped_groups
-        behind = [group for group in groups if group.values.behind and self.replicated]
-        for group in behind:  # each rank steps what the program has written to other ranks' slices, too
-            group.gather().wait()
+        # each rank steps what the program has written to other ranks' slices, too
+        behind = self.replicated and self.runtime.catch_up()
         self.comm.fence_write(synchronised=met and not behind)
         self.runtime.gate.invalidate()
         stepped = set(map(id, groups))

@@ -163,6 +163,7 @@ class Runtime:
                 self.frozen.follow()
             for unit in self.units:
                 unit.check_unchanged()
+            self.catch_up()
         exchanges = self.input_dtype is not None or self.progress.scaler is not None
         given = Exchanged(self._received, (args, kwargs)) if exchanges else None
         self.forwards.append(ModelForward(running_forward(), given))
@@ -233,14 +234,25 @@ class Runtime:
                         "`with zs.gathered(model):`."
                     )
                 # else `root_enter` has done this; here the program called a submodule
-                if torch.is_grad_enabled() and not (self.forwards or self.in_backward):
-                    self.frozen.follow()
+                if not (self.forwards or self.in_backward):
+                    if torch.is_grad_enabled():
+                        self.frozen.follow()
+                    self.catch_up()
                 self._open(unit, backward=unit.in_backward)
             unit.entries.expose()  # DTensors over the gathered shards, where parameters were DTensors
             unit.forward = UnitForward(next_node(), sys.exc_info()[1])
             if gathers and unit.memories:
                 self.saved.push(unit)
         unit.depth += 1
+
+    def catch_up(self) -> bool:
+        """Gather the wholes that writes at rest left behind, whichever units this rank will use; return whether there are any."""
+        if self.attendance.gathers:
+            self.comm.fence_read()
+        works = [group.gather() for group in self.groups if group.values.behind]
+        for work in works:
+            work.wait()
+        return bool(works)
 
     def exit(self, unit: Unit, output: object) -> object:
         """End a forward inside the unit (output None: it raised, or returned None): release the unit, return the output with `_watch`'s hooks."""
@@ -407,13 +419,12 @@ class Runtime:
 
     def before_gradients(self) -> None:
         """Bring reduced gradients to the scale of those that a backward adds: times the loss scale, a mean over all ranks."""
-        if self.account.unscaled:
-            self.account.unscaled = False
-            self._scale_gradients(self.progress.loss_scale)
-        if self.account.share != 1.0:
-            self._scale_gradients(self.account.share)
-            self.account.share = 1.0
-        self.account.change()
+        account = self.account
+        factor = account.share * (self.progress.loss_scale if account.unscaled else 1.0)
+        if factor != 1.0:
+            self._scale_gradients(factor)
+        account.unscaled, account.share = False, 1.0
+        account.change()
 
     def _await_end(self) -> Backward:
         """Return the running backward; a new one has autograd call `end_backward` at its end. Clear an earlier, failed one."""
@@ -559,9 +570,8 @@ class Runtime:
         self.moved.check("gradients")
         self.recover()
         if self.account.lost if used is None else not self.account.lost.isdisjoint(used):
-            which = (
-                "optimizer.zero_grad()" if len(self.optimizers.sharded) < 2 else "zero_grad() of each optimizer that uses them"
-            )
+            several = len(self.optimizers.sharded) > 1
+            which = "zero_grad() of each optimizer that uses them" if several else "optimizer.zero_grad()"
             raise ZeroshardError(
                 f"a backward failed after others since the last zero_grad, and the gradients of those went with it: call {which} and run their "
                 "batches again."
@@ -605,7 +615,7 @@ class Runtime:
         now = self.gradient_writes()
         for core, found in self.account.clipped.items():  # a clip still holds for the gradients that are kept
             if found.writes == before:
-                self.account.clipped[core] = replace(found, writes=now)
+                self.account.clipped[core] = replace(found, writes=now, partial=True)
         trained = self.trained
         self.account.drops(trained.difference(keep))
         # while sums are held back, ranks differ in which parameters have one

@@ -68,6 +68,7 @@ def _take_part(runtime: Runtime, attendance: AttendanceRecord) -> None:
         attendance.zeroed = [0, 0]  # these calls followed the other ranks', so peers need not hear of them
 
     runtime.gate.invalidate()
+    runtime.catch_up()  # as the others do in their next forward
     attendance.serving = True
     if not attendance.ended and not attendance.gathers_meet:
         # the others learn of this in the exchange at the end of a backward, or of their own loops

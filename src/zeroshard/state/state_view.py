@@ -251,7 +251,8 @@ def _load_outside(core: OptimizerCore, states: Mapping[int, Mapping[str, object]
     plain = inner_copy(core.inner)
     plain.param_groups = [{**group, "params": own} for group, own in zip(plain.param_groups, core.outside, strict=True)]
     told, params = plain.state_dict(), [param for own in core.outside for param in own]
-    plain.load_state_dict({**told, "state": {number: fresh(dict(states.get(id(p)) or {})) for number, p in enumerate(params)}})
+    given = {number: fresh(dict(states[id(p)])) for number, p in enumerate(params) if states.get(id(p))}
+    plain.load_state_dict({**told, "state": given})
     for param in params:
         core.inner.state.pop(param, None)
     core.inner.state.update({param: entries for param, entries in plain.state.items() if entries})
