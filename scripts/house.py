@@ -292,7 +292,7 @@ BOUNDS: dict[str, float] = {
     "imports from ring 1 to ring 2": 0,
     "imports between rooms of ring 1": 0,
     "places of the engine that ask about imagined ranks": 0,
-    "files to own for engine (engine.unit)": 47,
+    "files to own for engine (engine.unit)": 46,
     "lines of these, engine.unit": 8_200,
     "files to own for engine and optimizer (engine.optimizer)": 66,
     "lines of these, engine.optimizer": 12_200,

@@ -273,7 +273,7 @@ class Engine:
 
     def expected_optimizer(self) -> str:
         """Return what to say where the model's optimizer is needed, and there is none."""
-        return self._runtime.optimizers.expected()
+        return self._runtime.optimizers.text_without_one()
 
     @property
     def progress(self) -> Progress:

@@ -251,7 +251,7 @@ class StatesAtRest:
         if not listed or set(map(id, listed)) != set(map(id, optimizers)):
             if optimizers:
                 self.runtime.optimizers.refuse(listed)
-            why = "" if optimizers else f" {self.runtime.optimizers.expected()}"
+            why = "" if optimizers else f" {self.runtime.optimizers.text_without_one()}"
             if len(optimizers) > 1:
                 names = ", ".join(type(each).__name__ for each in optimizers)
                 why = f" This model is stepped by several: give a list of all ({names})."
