@@ -31,9 +31,10 @@ SATELLITES = (
 GROUND, RING_0 = ("errors", "utils", "config", "tensor"), ("engine",)
 RING_1 = ("policies", "tiers", "guard", "axes", "packing", "values", "state", "formats", "diagnostics", "reports")
 # the names by which the code knows objects of the engine; a field that is read of one in a satellite is a place. What is read of
-# a mapping or a string is none: groups of an optimizer are dictionaries
+# a mapping or a string is none: groups of an optimizer are dictionaries. "topology" is not among them: the seam shows a model's
+# Topology as a documented object to be read (`Engine.topology`); `runtime.topology` is a place, by "runtime"
 OBJECTS = frozenset(
-    "_zeroshard runtime core unit group topology tiers home masters gate schedule attendance values gradients reductions".split()
+    "_zeroshard runtime core unit group tiers home masters gate schedule attendance values gradients reductions".split()
 )
 
 
@@ -292,7 +293,7 @@ BOUNDS: dict[str, float] = {
     "imports from ring 1 to ring 2": 0,
     "imports between rooms of ring 1": 0,
     "places of the engine that ask about imagined ranks": 0,
-    "files to own for engine (engine.unit)": 47,
+    "files to own for engine (engine.unit)": 46,
     "lines of these, engine.unit": 8_200,
     "files to own for engine and optimizer (engine.optimizer)": 66,
     "lines of these, engine.optimizer": 12_200,

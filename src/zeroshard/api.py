@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
     from .config import ShardOptions
 
-_WATCHES = Watches(ValueWatch, AttendanceRecord, tell, AllOptimizers)
+_WATCHES = Watches(ValueWatch, AttendanceRecord, tell)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -236,9 +236,8 @@ def _shard(
     units = {unit.name: unit.specs for unit in inventory.units}
     room = _room(layout, tiers, optimizer, telling_shortage(model, config, ledger, group, "zs.shard", units))
     inputs = input_dtype(model, config, {group.sizes.dtype for group in layout.groups})
-    runtime = Runtime(
-        model, config, comms, tiers, progress, lambda runtime: build_units(runtime, optimizer, layout, room), _WATCHES, inputs
-    )
+    build = partial(build_units, optimizer=optimizer, layout=layout, room=room)
+    runtime = Runtime(model, config, comms, tiers, progress, build, AllOptimizers, _WATCHES, inputs)
 
     # attach hooks, initialise or load parameters of the meta device, make the optimizer a sharded one
     runtime.model_watch = ModelWatch(model, runtime.groups)

@@ -108,7 +108,7 @@ __all__ = [  # noqa: RUF022  # by subject
 class Engine:
     """A sharded model as other parts of the package, and programs, see it; `engine_of(model)` returns it.
 
-    In this order: the model, its ranks, what they hold, units, states, the optimizer and its step, gradients, uneven data, the rest.
+    Its members, by subject: the model, its ranks, what they hold, units, states, optimizer and step, gradients, uneven data, the rest.
     The rank's own thread uses it, outside of forwards and backwards of the model unless a method says otherwise.
     """
 
@@ -168,8 +168,8 @@ class Engine:
         return self._runtime.topology.world
 
     @property
-    def comms(self) -> Topology:
-        """All Comms of the model, and which ranks have which part of it: places, pipeline stages, this rank's own. Only read it."""
+    def topology(self) -> Topology:
+        """The model's Comms, and which ranks hold which part of it (`places`, `stages`; `place`, `stage`: this rank's). Only read it."""
         return self._runtime.topology
 
     def line(self, axis: str, ranks: Parts) -> Line:
@@ -274,7 +274,7 @@ class Engine:
 
     def expected_optimizer(self) -> str:
         """Return what to say where the model's optimizer is needed, and there is none."""
-        return self._runtime.optimizers.expected()
+        return self._runtime.optimizers.text_without_one()
 
     @property
     def progress(self) -> Progress:

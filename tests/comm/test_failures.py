@@ -379,7 +379,7 @@ def test_failures_are_told_by_their_origin():
 
 def test_a_stall_leaves_no_thread_behind_and_a_desk_lets_no_stranger_in():
     from zeroshard.diagnostics.status_server import SILENT, ProcessDesk
-    from zeroshard.engine.comm.failure import GONE
+    from zeroshard.engine.comm.desk import GONE
     from zeroshard.engine.comm.progress import Progress, Report
 
     before = threading.active_count()

@@ -130,7 +130,8 @@ def _pipelines(rank, ranks, folder):
         told[stage] = _trains(engine)
         cuts.append(engine.module.partitions())
         seen = seam.engine_of(engine.module)
-        assert (len(seen.comms.stages), len(seen.comms.places), seen.ranks.world_size, seen.world.world_size) == (2, 2, 2, 4)
+        cut = seen.topology
+        assert (len(cut.stages), len(cut.places), seen.ranks.world_size, seen.world.world_size) == (2, 2, 2, 4)
         assert engine.global_steps == STEPS and engine.global_samples == STEPS * 2 * MICRO * ROWS
         engine.destroy()
 
@@ -267,7 +268,8 @@ def _tensors(rank, ranks, folder):
     engine = engine_of(0, noted=2)
     told = train(engine, 0, 2)
     seen = seam.engine_of(engine.module)
-    assert (len(seen.comms.stages), len(seen.comms.places), seen.ranks.world_size, seen.world.rank) == (1, 2, ranks // 2, rank)
+    cut = seen.topology
+    assert (len(cut.stages), len(cut.places), seen.ranks.world_size, seen.world.rank) == (1, 2, ranks // 2, rank)
     groups = deepspeed.utils.groups
     place = (
         groups.get_data_parallel_rank(),

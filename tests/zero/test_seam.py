@@ -39,7 +39,7 @@ def test_ranks_of_a_model_that_no_axis_divides(stage, mesh):
         engine = engine_of(model)
         assert engine.model is model and engine_behind(optimizer).model is model
         assert (engine.ranks.rank, engine.ranks.world_size, engine.world.rank, engine.world.world_size) == (rank, 2, rank, 2)
-        return engine.comms.stages, engine.comms.mesh
+        return engine.topology.stages, engine.topology.mesh
 
     assert run_threads(2, run) == [([[0, 1]], None)] * 2
 

@@ -25,8 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..engine.inner_optimizer import members_of
 from ..engine.optimizer import OptimizerCore, Tally
+from ..engine.optimizers import ModelOptimizers
 from ..engine.runtime import Runtime
-from ..engine.watch import ModelOptimizers
 from ..errors import ConfigError, ModelClosed
 from ..optim.take_over import TakeOver
 from ..optim.validation import held_optimizers
@@ -137,7 +137,7 @@ class AllOptimizers(ModelOptimizers):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # of these what `__iter__` has left as it is
+        self._left: weakref.WeakSet[Any] = weakref.WeakSet()  # those that the last `__iter__` has not taken over
         # their parameters, also of those that are garbage by now, which ranks collect at different times
         self._of_left: set[int] = set()
 
@@ -162,7 +162,7 @@ class AllOptimizers(ModelOptimizers):
         return super().__iter__()
 
     @property
-    def known(self) -> list[Any]:
+    def settled(self) -> list[Any]:
         if self.sharded:
             return self.sharded
         if len(self.free()) > 1:
@@ -182,7 +182,7 @@ class AllOptimizers(ModelOptimizers):
         return super().left_alone(optimizer) | self._of_left.difference(members_of(optimizer))
 
     def free(self) -> list[Any]:
-        """Return those that wait and have no parameter of one that is taken over, in the order of all."""
+        """Return those that wait and share no parameter with one taken over, in the order of their first parameters."""
         taken = {key for each in self.sharded for key in each.core.group_of}
         free = [each for each in self.waiting if not each.wraps_another and taken.isdisjoint(members_of(each))]
         if len(free) > 1:

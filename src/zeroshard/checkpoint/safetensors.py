@@ -260,7 +260,7 @@ class _Listing:
 
 def _agree_on_listing(engine: Engine, dtype: torch.dtype | None) -> tuple[_Listing, _Listing]:
     """Return what this rank's stage writes and what all pipeline stages write, of which each tells the others (collective)."""
-    mine, problem, world, stages = _Listing(), None, engine.world, engine.comms.stages
+    mine, problem, world, stages = _Listing(), None, engine.world, engine.topology.stages
     try:
         mine = _Listing.of(engine.model, dtype)
     except ConfigError as error:
@@ -269,7 +269,7 @@ def _agree_on_listing(engine: Engine, dtype: torch.dtype | None) -> tuple[_Listi
         problem = error
     if world is engine.ranks:
         return mine, mine
-    tells = engine.comms.leads and len(stages) > 1
+    tells = engine.topology.leads and len(stages) > 1
     told = exchange_values(world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names")
     raise_first([failed for failed, _ in told], world.rank, problem)
     if len(stages) == 1:
@@ -278,7 +278,7 @@ def _agree_on_listing(engine: Engine, dtype: torch.dtype | None) -> tuple[_Listi
     metadata: dict[str, str] = {}
     for number, ranks in enumerate(stages):
         _, (names, ties) = told[ranks[0]]
-        if number == engine.comms.stage:
+        if number == engine.topology.stage:
             mine = replace(mine, sources=[each for each in mine.sources if each[0] not in tensors])  # earlier stages write those
         for name, (kind, shape) in names.items():
             kept = tensors.setdefault(name, (kind, tuple(shape)))
@@ -377,7 +377,7 @@ def _ranges(engine: Engine, file: SafetensorsFile, listing: _Listing) -> Iterato
         yield 0, file.header
     for name, source in listing.sources:
         if isinstance(source, Tensor):
-            if engine.comms.leads:
+            if engine.topology.leads:
                 yield from _placed(file.places[name], HostCopy(source), 0, source.numel())
             continue
         each, master = source

@@ -27,11 +27,11 @@ class Stages:
 
     def __init__(self, engine: Engine, optimizer: Optimizers | None, told: list[Any]) -> None:
         """told: what each stage's first rank told (see `agree`), by rank. Raises ConfigError on every rank if optimizers do not match."""
-        comms = engine.comms
-        self.engine, self.optimizer, self.model, self.world, self.mesh = engine, optimizer, engine.model, comms.world, comms.mesh
-        self.several, self.stage = len(comms.stages) > 1, comms.stage
-        self.leads = comms.leads  # one rank of a stage writes what is said once for its model
-        self.told = [told[ranks[0]] for ranks in comms.stages]
+        topology = engine.topology
+        self.engine, self.optimizer, self.model, self.world = engine, optimizer, engine.model, topology.world
+        self.mesh, self.stage, self.several = topology.mesh, topology.stage, len(topology.stages) > 1
+        self.leads = topology.leads  # one rank of a stage writes what is said once for its model
+        self.told = [told[ranks[0]] for ranks in topology.stages]
         self._earlier = {name for each in self.told[: self.stage] for name in each["names"]}
         counts = [None if each is None or each["members"] is None else len(each["members"]) for each in self.told]
         if len(set(counts)) > 1:
@@ -117,7 +117,7 @@ def agree(
     Return the pipeline's stages, and all ranks' values of `more`.
     """
     world, told = engine.world, None
-    if problem is None and len(engine.comms.stages) > 1 and engine.comms.leads:
+    if problem is None and len(engine.topology.stages) > 1 and engine.topology.leads:
         try:
             values = engine.slices("value")
             told = {  # what a stage's first rank tells all ranks about it

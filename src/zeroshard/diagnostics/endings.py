@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ..engine.comm.failure import GONE, Failure
+from ..engine.comm.desk import GONE, Failure
 from ..errors import SCRIPT_ENDED, PeerFailed
 
 _STATE, _EXIT_CODE = 0, 49  # fields of /proc/PID/stat behind the name of the command

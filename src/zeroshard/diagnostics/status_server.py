@@ -30,8 +30,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..engine.comm.desk import Answers, Desk
-from ..engine.comm.failure import GONE, Failure
+from ..engine.comm.desk import GONE, Answers, Desk, Failure
 from ..engine.comm.messages import decode, encode, exchange_values
 from ..engine.comm.progress import Progress, Report
 from ..errors import MalformedMessage

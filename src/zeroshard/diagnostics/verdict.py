@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ..engine.comm.control import misuse
-from ..engine.comm.failure import GONE, Failure
+from ..engine.comm.desk import GONE, Failure
 from ..errors import StallError, ZeroshardError
 from .flight_recorder import describe, places_of
 

@@ -276,7 +276,7 @@ class ParamHome(Home):
 
     def adopt(self, hook: Callable) -> Callable:
         param = self.group.params[self.index]
-        found = other_optimizers([hook], self.group.runtime.optimizers.known)
+        found = other_optimizers([hook], self.group.runtime.optimizers.settled)
         if id(param) in found:
             raise ConfigError(
                 f"{self.name}: this hook steps an optimizer of its own ({type(found[id(param)]).__name__}) in backward, before the "

@@ -35,6 +35,7 @@ from .gradient_account import GradientAccount
 from .inner_optimizer import members_of
 from .masters import masters_shown
 from .mixed_precision import Progress
+from .optimizers import ModelOptimizers
 from .parameter import ParamHome
 from .prefetch import Prefetcher
 from .reduction import Agreed, Reductions
@@ -87,7 +88,8 @@ class Runtime:
 
     def __init__(
         self, model: nn.Module, config: Config, topology: Topology, tiers: Tiers, progress: Progress,
-        build: Callable[[Runtime], list[Unit]], watches: Watches, input_dtype: torch.dtype | None,
+        build: Callable[[Runtime], list[Unit]], optimizers: Callable[[Runtime], ModelOptimizers], watches: Watches,
+        input_dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         """Call `build` for the units, which belong to this runtime. `comm` are the data-parallel ranks (`topology.control`)."""
         self.model, self.config, self.topology, self.tiers, self.progress = model, config, topology, tiers, progress
@@ -97,7 +99,7 @@ class Runtime:
         self.shows_masters = masters_shown.get()
         self.drawing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around draws on sharded parameters
         self.shown: Shown | None = None  # what sharded parameters show
-        self.optimizers = watches.optimizers(self)
+        self.optimizers = optimizers(self)
         self.model_watch = ModelWatch()  # zs.shard sets one that notices
         self.gate = WriteGate(self)
         self.account = GradientAccount()  # of gradients since the last zero_grad

@@ -248,12 +248,11 @@ class StatesAtRest:
         if given is None:
             return None
         listed = list(given) if isinstance(given, (list, tuple)) else [given]
-        self.runtime.optimizers.take(
-            listed
-        )  # before this refers to others: one may replace an optimizer that the program has dropped
+        # before this refers to others: one may replace an optimizer that the program has dropped
+        self.runtime.optimizers.take(listed)
         optimizers = list(self.runtime.optimizers)
         if not listed or set(map(id, listed)) != set(map(id, optimizers)):
-            why = "" if optimizers else f" {self.runtime.optimizers.expected()}"
+            why = "" if optimizers else f" {self.runtime.optimizers.text_without_one()}"
             if len(optimizers) > 1:
                 names = ", ".join(type(each).__name__ for each in optimizers)
                 why = f" This model is stepped by several: give a list of all ({names})."

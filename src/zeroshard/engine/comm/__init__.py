@@ -2,8 +2,7 @@
 
 from .base import Collective, Combine, Comm, DirectComm, Outcome, Region, parts_of
 from .control import Group, HopQueue, Missing, Sent, mismatch, misuse
-from .desk import Desk
-from .failure import GONE, Failure
+from .desk import GONE, Desk, Failure
 from .messages import decode, encode
 from .process_group import DistComm, backend_for, collectives_of, talking_device
 from .progress import Progress

@@ -17,8 +17,7 @@ import torch
 
 from ...errors import CollectiveMismatch, left_loop
 from ...utils.work import pause
-from .desk import Desk
-from .failure import Failure
+from .desk import Desk, Failure
 from .progress import Progress
 from .streams import Streams
 

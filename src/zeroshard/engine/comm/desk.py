@@ -1,17 +1,34 @@
-"""The desk of a rank, where peers ask for its state and report failures. diagnostics/status_server.py has desks that answer."""
+"""The desk of a rank, where peers ask for its state and report failures. diagnostics/ has desks that answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .failure import GONE, Failure
+from ...errors import PeerFailed
 from .progress import Report
 
 if TYPE_CHECKING:
     from .base import DirectComm
 
+GONE = "its process exited or was killed"
 Answers = dict[int, Report | str]  # peer -> its report, or why there is none
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure that ends the work of a group of ranks.
+
+    rank: world rank of the one that failed first. error: the exception that all ranks raise; None: PeerFailed.
+    """
+
+    rank: int
+    reason: str
+    error: Exception | None = None
+
+    def raised(self, waiting_for: str) -> Exception:
+        return self.error if self.error is not None else PeerFailed(self.rank, self.reason, waiting_for)
 
 
 class Desk:

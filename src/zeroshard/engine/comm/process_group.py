@@ -34,8 +34,7 @@ from ...utils.one_thread import Turn, one_thread
 from ...utils.work import pause
 from .base import Collective, Combine, DirectComm, Outcome, Region, parts_of
 from .control import Missing, Sent, mismatch, operation
-from .desk import Desk
-from .failure import Failure
+from .desk import Desk, Failure
 from .streams import Streams, streams_for
 from .sums import piece_numel
 

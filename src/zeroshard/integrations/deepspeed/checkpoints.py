@@ -82,7 +82,7 @@ class Checkpoints(Settings):
         frozen = [name for name, param in self._own_parameters().items() if not param.requires_grad]
         names = list(own_state(self.module))  # the module's order, which zeroshard's format does not keep
         world = engine_of(self.module).world
-        if len(engine_of(self.module).comms.stages) > 1:  # stages of a pipeline have different ones
+        if len(engine_of(self.module).topology.stages) > 1:  # stages of a pipeline have different ones
             told = exchange_values(world, (frozen, names), "save_checkpoint: names")
             frozen, names = (list(dict.fromkeys(itertools.chain(*each))) for each in zip(*told, strict=True))
         engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, "names": names, **self._facts()}
@@ -139,7 +139,7 @@ class Checkpoints(Settings):
                 f"save_checkpoint: client_state, or the scheduler's state, holds an object of a class ({kind[1] if kind else '?'}) "
                 "that torch does not load by itself: it takes load_checkpoint(..., trusted=True)."
             )
-        whole = stage < 3 and engine_of(self.module).comms.mesh is None  # else this rank has a part of the model
+        whole = stage < 3 and engine_of(self.module).topology.mesh is None  # else this rank has a part of the model
         model["module"] = _told(self._without_frozen(state) if exclude_frozen else state, whole=whole)
         optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
         before = "bf16_" if self._config.bfloat16_config.enabled else ""
