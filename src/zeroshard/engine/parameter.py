@@ -85,8 +85,8 @@ class ParamHome(Home):
         self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel
         spec = group.specs[index]
         if spec.part is not None and group.runtime.shows_masters:
-            self.larger = spec.distribution
-        self.shape = spec.shape if self.larger is None else spec.whole_shape  # that the parameter shows
+            self.hidden_cut = spec.distribution
+        self.shape = spec.shape if self.hidden_cut is None else spec.whole_shape  # that the parameter shows
 
     def __reduce__(self) -> tuple[type, tuple]:
         """Pickle as None: an unpickled frozen parameter belongs to no sharded model."""
@@ -225,7 +225,7 @@ class ParamHome(Home):
         return distribution.wrap(gradient)  # stage 0: torch's own norms then cover all shards
 
     def set_gradient(self, value: Tensor | None) -> None:
-        if self.larger is not None and value is not None and not isinstance(value, ShardedTensor):
+        if self.hidden_cut is not None and value is not None and not isinstance(value, ShardedTensor):
             value = self.wrap(self.own(value), value.dtype)
         self.group.set_gradient(self.index, value.to_local() if is_distributed(value) else value)
 

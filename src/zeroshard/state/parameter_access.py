@@ -90,8 +90,8 @@ class ParameterPart(ABC):
         """Set the whole tensor; every rank gives the same tensor of the parameter's shape (collective)."""
         self._agree(value, self.shape, compare=self.replicated)
         with torch.no_grad():
-            larger = self.home.larger is not None
-            self._set(self.home.wrap(self.home.own(value), value.dtype) if larger else value.detach())
+            cut = self.home.hidden_cut is not None
+            self._set(self.home.wrap(self.home.own(value), value.dtype) if cut else value.detach())
 
     def set_local(self, value: Tensor) -> None:
         """Set this rank's slice (stop - start,); every rank sets its own (collective)."""

@@ -176,8 +176,8 @@ def _view(core: OptimizerCore, run: Run, index: int, value: object, whole: type[
     if not core.replicated:
         return StateHome(run.group.homes[index], rest, begin).tensor()
     slot = run.group.layout.slots[index]
-    view, larger = rest.load(begin, begin + slot.numel).view(slot.shape), run.group.homes[index].larger
-    return view if whole is Tensor else larger.wrap(view) if larger is not None else view.as_subclass(whole)
+    view, cut = rest.load(begin, begin + slot.numel).view(slot.shape), run.group.homes[index].hidden_cut
+    return view if whole is Tensor else cut.wrap(view) if cut is not None else view.as_subclass(whole)
 
 
 def _kept(value: object) -> Any:
@@ -240,7 +240,7 @@ def _cut(group: ParamGroup, index: int, value: object) -> object:
     home = group.homes[index]
     if isinstance(value, ShardedTensor) or not isinstance(value, Tensor) or tuple(value.shape) != home.shape:
         return value
-    cut = torch_compat.is_distributed(value) or home.larger is not None
+    cut = torch_compat.is_distributed(value) or home.hidden_cut is not None
     return home.wrap(home.own(value).clone(), value.dtype) if cut else value
 
 
@@ -303,7 +303,7 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
             was_column = True
     if was_column and isinstance(value, Tensor):
         shown = _view(core, run, index, run.states.load()[key], WholeState)
-        if core.replicated and home.larger is not None:  # a DTensor over the part, which this rank has whole
+        if core.replicated and home.hidden_cut is not None:  # a DTensor over the part, which this rank has whole
             value = value if isinstance(value, ShardedTensor) else home.wrap(home.own(value), value.dtype)
             write_state(view := torch_compat.local_part(shown), value.gathered(), name)
         else:

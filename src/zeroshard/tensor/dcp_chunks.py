@@ -104,8 +104,8 @@ class HasChunks(Sliced):
         """Return (box, its first element in this rank's slice), in order. Raise CheckpointError for a tensor-parallel shard whose
         shape is that of the shard."""
         home = self._home
-        if home.larger is not None and home.larger.part is not None:
-            return [(box, first - home.start) for box, first in home.larger.part.boxes(home.start, home.stop)]
+        if home.hidden_cut is not None and home.hidden_cut.part is not None:
+            return [(box, first - home.start) for box, first in home.hidden_cut.part.boxes(home.start, home.stop)]
         if home.distributed:
             raise CheckpointError(
                 f"{home.name}: torch.distributed.checkpoint would take this rank's part of tensor parallelism for the whole. Use "

@@ -43,8 +43,9 @@ class Home:
     start: int  # this rank's elements [start, stop) of the flattened tensor
     stop: int
     comm: Any  # Comm (engine/comm/base.py) of the ranks that have the other slices
-    # where the tensor shows a larger one (zeroshard.fsdp): how model axes cut that; the slices are of this rank's part of it
-    larger: Distribution | None = None
+    # set under zeroshard.fsdp where model axes cut the parameter: the tensor then has the shape of the whole and hides how ranks
+    # divide it, which is this; slices are of this rank's part of the whole
+    hidden_cut: Distribution | None = None
 
     @property
     def meeting(self) -> Ranks:
@@ -82,16 +83,16 @@ class Home:
 
     def complete(self, value: Tensor) -> Tensor:
         """Return the tensor that is shown, from all its slices, joined: the larger one where there is one (collective then)."""
-        if self.larger is None:
+        if self.hidden_cut is None:
             return value
         if value.requires_grad:
-            return self.larger.wrap(value.contiguous()).full_tensor()  # type: ignore[attr-defined]
-        return self.larger.whole(value)
+            return self.hidden_cut.wrap(value.contiguous()).full_tensor()  # type: ignore[attr-defined]
+        return self.hidden_cut.whole(value)
 
     def own(self, whole: Tensor) -> Tensor:
         """Return this rank's slice of a value of the tensor that is shown, flat (collective if it is a DTensor)."""
         whole = whole.full_tensor() if is_distributed(whole) else whole
-        part = None if self.larger is None else self.larger.part
+        part = None if self.hidden_cut is None else self.hidden_cut.part
         if part is not None:
             whole = part.of(whole.reshape(part.whole_shape))
         return whole.reshape(-1)[self.start : self.stop]
@@ -188,8 +189,8 @@ class DerivedHome(Home):
         return self.parent.counts
 
     @property
-    def larger(self) -> Distribution | None:  # type: ignore[override]
-        return self.parent.larger
+    def hidden_cut(self) -> Distribution | None:  # type: ignore[override]
+        return self.parent.hidden_cut
 
     @property
     def distribution(self) -> Distribution | None:
