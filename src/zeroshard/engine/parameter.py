@@ -84,6 +84,7 @@ class ParamHome(Home):
         self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
         self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel
         spec = group.specs[index]
+        self.saved_here = spec.counts  # unlike the group's: of a tied parameter each stage saves its copy, which has another name
         if spec.part is not None and group.runtime.shows_masters:
             self.hidden_cut = spec.distribution
         self.shape = spec.shape if self.hidden_cut is None else spec.whole_shape  # that the parameter shows

@@ -118,8 +118,8 @@ class HasChunks(Sliced):
         return found
 
     def boxes_to_write(self) -> list[tuple[Box, int]]:
-        """Return `held_boxes`; none where another rank along model axes has a copy, of which it writes boxes."""
-        return self.held_boxes() if self._home.counts else []
+        """Return `held_boxes`; none where another rank along model axes holds the same values and writes them (`Home.saved_here`)."""
+        return self.held_boxes() if self._home.saved_here else []
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """Return what this rank writes."""

@@ -43,6 +43,8 @@ class Home:
     start: int  # this rank's elements [start, stop) of the flattened tensor
     stop: int
     comm: Any  # Comm (engine/comm/base.py) of the ranks that have the other slices
+    # torch.distributed.checkpoint saves this rank's slice; False: that of another rank along model axes, under the same name
+    saved_here = True
     # set under zeroshard.fsdp where model axes cut the parameter: the tensor then has the shape of the whole and hides how ranks
     # divide it, which is this; slices are of this rank's part of the whole
     hidden_cut: Distribution | None = None
@@ -178,7 +180,7 @@ class DerivedHome(Home):
 
     def __init__(self, parent: Home) -> None:
         """parent: home of the other tensor."""
-        self.parent, self.comm = parent, parent.comm
+        self.parent, self.comm, self.saved_here = parent, parent.comm, parent.saved_here
 
     @property
     def meeting(self) -> Ranks:
