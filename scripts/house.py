@@ -285,7 +285,7 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 70_600,
+    "lines of src/zeroshard and benchmarks": 70_700,
     "lines of ring 0 (engine/)": 8_500,
     "lines of ring 1": 12_600,
     "imports that leave ring 0": 0,
@@ -297,7 +297,7 @@ BOUNDS: dict[str, float] = {
     "files to own for engine and optimizer (engine.optimizer)": 66,
     "lines of these, engine.optimizer": 12_200,
     "files to own for zs.shard (api)": 179,
-    "lines of these, api": 33_700,
+    "lines of these, api": 33_800,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,
     "places of comm inside the engine": 0,

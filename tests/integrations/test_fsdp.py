@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -1197,7 +1198,19 @@ def _cut_parameters(rank, ranks, folder):
         assert grad.shape == weight.shape == (8, 6) and torch.equal(weight.grad.full_tensor(), grad)
         weight.grad = 2 * grad
         assert torch.equal(weight.grad.full_tensor(), 2 * grad)
+        for shape in ((6, 8), (4, 6), (3,)):
+            with pytest.raises(zs.ModelChanged, match=r"expected the parameter's, \(8, 6\)"):
+                weight.grad = torch.zeros(shape)
+        for part in (zs.value_of(weight), zs.gradient_of(weight), zs.state_of(weight, "exp_avg")):
+            before = part.full()
+            part.set_local(2 * part.local())
+            assert torch.equal(part.full(), 2 * before), part.what
         optimizer.zero_grad()
+        optimizer.state[weight]["seen"] = torch.ones(1)  # for the parameter, not for its elements
+        assert zs.state_of(weight, "seen").full().tolist() == [1.0]
+        del optimizer.state[weight]["seen"]
+        with pytest.raises(zs.ConfigError, match=r"expected a tensor of the parameter's shape \(8, 6\), got \(6, 8\)"):
+            optimizer.state[weight]["exp_avg"] = grad.view(6, 8)
         zs.state_of(weight, "exp_avg").set_full(grad)
         optimizer.state[weight]["exp_avg_sq"] = grad.square()
         assert torch.equal(zs.state_of(weight, "exp_avg").full(), grad)
@@ -1205,6 +1218,12 @@ def _cut_parameters(rank, ranks, folder):
         with torch.no_grad():
             weight.copy_(grad).mul_(2).add_(torch.ones(6))
             assert torch.equal(weight.full_tensor(), 2 * grad + 1)
+            cut, other = (distribute_tensor(each, along_tp, [Shard(0)]) for each in (grad, torch.ones(8)))
+            with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("gathered")):
+                weight.add_(cut).sub_(cut)
+                with pytest.raises(zs.ShardedAccessError, match=r"broadcasts to \(8, 6\), got \(8,\)"):
+                    weight.add_(other)
+            assert all(param.norm().device_mesh == param.device_mesh for param in model.parameters())
             assert torch.equal(weight[3], 2 * grad[3] + 1) and weight.view(-1).shape == (48,) and weight.isfinite().all()
             zs.value_of(weight).set_full(grad)
             assert torch.equal(zs.value_of(weight).full(), grad)

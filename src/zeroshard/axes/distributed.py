@@ -106,7 +106,7 @@ class OverMesh(Distribution):
             return self.wrap(local.detach().contiguous()).full_tensor()
 
     def local(self, value: Tensor) -> Tensor:
-        if is_distributed(value) and value.device_mesh == self.mesh:
+        if is_distributed(value) and value.device_mesh == self.mesh and self.placements:  # of `Owned` there are none
             return value.redistribute(self.mesh, self.placements).to_local()
         value = value.full_tensor() if is_distributed(value) else value
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value

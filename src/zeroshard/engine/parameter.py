@@ -226,9 +226,7 @@ class ParamHome(Home):
         return distribution.wrap(gradient)  # stage 0: torch's own norms then cover all shards
 
     def set_gradient(self, value: Tensor | None) -> None:
-        if self.hidden_cut is not None and value is not None and not isinstance(value, ShardedTensor):
-            value = self.wrap(self.own(value), value.dtype)
-        self.group.set_gradient(self.index, value.to_local() if is_distributed(value) else value)
+        self.group.set_gradient(self.index, value.to_local() if self.hidden_cut is None and is_distributed(value) else value)
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """Carry out `param.data = value` as a write in place, since the parameter's memory is a part of the flat buffer."""

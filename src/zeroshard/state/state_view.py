@@ -9,7 +9,8 @@ them works as in torch. The dicts around them are views, which forward assignmen
     del state[p], state.clear()     as before the first step
 
 Of a replicated state that rests encoded (tensor/state_column.py), the mapping has a decoded copy: assign a new value, since
-writing into the copy changes nothing.
+writing into the copy changes nothing. Under FSDP2's door beside tensor parallelism a replicated state is shown as a DTensor: assign
+a new value or write in place, since assigning the `.data` of a DTensor changes nothing (as in FSDP2).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..tensor.sharded_tensor import ShardedTensor, trace_of
 from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from .state_loading import Restoring, SavedState, TensorReader, scalars_for, state_dtype
-from .state_storage import StateHome, WholeState, write_state
+from .state_storage import StateHome, WholeState, check_shape, write_state
 
 if TYPE_CHECKING:
     from ..engine.optimizer import OptimizerCore
@@ -303,7 +304,10 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
             was_column = True
     if was_column and isinstance(value, Tensor):
         shown = _view(core, run, index, run.states.load()[key], WholeState)
-        if core.replicated and home.hidden_cut is not None:  # a DTensor over the part, which this rank has whole
+        if (
+            core.replicated and home.hidden_cut is not None
+        ):  # `shown` is a DTensor over this rank's part, all of which is stored here
+            check_shape(shown, value, name)
             value = value if isinstance(value, ShardedTensor) else home.wrap(home.own(value), value.dtype)
             write_state(view := torch_compat.local_part(shown), value.gathered(), name)
         else:

@@ -92,12 +92,9 @@ class Home:
         return self.hidden_cut.whole(value)
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a value of the tensor that is shown, flat (collective if it is a DTensor)."""
-        whole = whole.full_tensor() if is_distributed(whole) else whole
-        part = None if self.hidden_cut is None else self.hidden_cut.part
-        if part is not None:
-            whole = part.of(whole.reshape(part.whole_shape))
-        return whole.reshape(-1)[self.start : self.stop]
+        """Return the elements, flat, that this rank holds of a value of the shape that is shown (collective if it is a DTensor)."""
+        whole = whole if self.hidden_cut is None else self.hidden_cut.local(whole)
+        return (whole.full_tensor() if is_distributed(whole) else whole).reshape(-1)[self.start : self.stop]
 
     @property
     def unit(self) -> str:

@@ -108,9 +108,10 @@ class ShardedTensor(HasChunks, HasNoMemory):
         return not (self._of_parameter or self._of_gradient)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        part = "" if self._home.hidden_cut is None else "of its part "
         return (
             f"{type(self).__name__}({self._home.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"elements [{self._home.start}, {self._home.stop}) on this rank, requires_grad={self.requires_grad})"
+            f"elements [{self._home.start}, {self._home.stop}) {part}on this rank, requires_grad={self.requires_grad})"
         )
 
     def __deepcopy__(self, memo: dict) -> ShardedTensor:
@@ -515,8 +516,11 @@ def _local_of(operand: _T, lead: ShardedTensor) -> _T | Tensor:
         return operand._local
     if isinstance(operand, Tensor) and operand.dim() > 0:
         try:
+            if operand.shape == lead.shape:
+                return lead._home.own(operand)  # this rank takes its own elements
+            torch.empty(operand.shape, device="meta").expand(lead.shape)  # may raise: before any rank gathers
             whole = operand.full_tensor() if torch_compat.is_distributed(operand) else operand
-            return lead._home.own(whole.expand(lead.shape))  # this rank takes its own elements
+            return lead._home.own(whole.expand(lead.shape))
         except RuntimeError as error:
             raise ShardedAccessError(
                 f"{lead._home.name}: expected an operand that broadcasts to {tuple(lead.shape)}, got {tuple(operand.shape)}."
