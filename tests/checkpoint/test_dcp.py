@@ -5,12 +5,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import OddGPT, adamw, seeded, token_batches
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zeroshard as zs
+from zeroshard import fsdp
 from zeroshard.comm.launch import run_processes
 from zeroshard.config import Offload
+from zeroshard.planner.models import GPT, GPTConfig
 from zeroshard.testing import run_threads
 
 DATA = token_batches(4, 1, 3)
@@ -122,3 +127,35 @@ def test_boxes_read_and_written_by_hand_are_those_of_the_parameter(stage):
             place.copy_(box)
         assert torch.equal(joined, whole)
         assert whole.numel() < 2 or (whole == 7.0).any()
+
+
+def _along_model_axes(rank: int, world_size: int, folder: str):
+    """Two stages with a tied parameter, saved and loaded; then a matrix that tensor parallelism cuts, to be saved as safetensors."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    model = seeded(lambda: GPT(GPTConfig(vocab_size=32, seq_len=6, dim=16, layers=2, heads=2, tied=True)))
+    run = zs.parallelize(model, mesh, optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), micro_batches=2, stage=3)
+    tokens = torch.arange(24).view(4, 6)
+    run.step(tokens, tokens)
+    tied = next(param for name, param in run.model.named_parameters() if name in ("embedding.weight", "head.weight"))
+    state = {"model": run.model.state_dict(), "states": {rank: run.optimizer.state[tied]["exp_avg"]}}
+    expected = zs.value_of(tied).full(), zs.state_of(tied, "exp_avg").full()
+    dcp.save(state, checkpoint_id=folder)
+    for part, value in zip((zs.value_of(tied), zs.state_of(tied, "exp_avg")), expected, strict=True):
+        part.set_full(torch.zeros_like(value))
+    dcp.load(state, checkpoint_id=folder)
+    loaded = zs.value_of(tied).full(), zs.state_of(tied, "exp_avg").full()
+    run.close()
+    assert all(torch.equal(one, other) and other.any() for one, other in zip(loaded, expected, strict=True))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(6, 8)), mesh["tp"], {"0": ColwiseParallel()})
+    model, _ = zs.shard(model, None, stage=3, mesh=mesh)
+    fsdp.fully_shard(nn.Linear(2, 2))  # from here on torch saves safetensors in its way
+    with pytest.raises(zs.CheckpointError, match="this rank's part of tensor parallelism for the whole"):
+        dcp.save(dict(model.state_dict()), storage_writer=dcp.HuggingFaceStorageWriter(f"{folder}/safetensors"))
+
+
+@pytest.mark.processes
+def test_what_model_axes_divide_is_saved_whole_or_refused(tmp_path):
+    """Each stage's copy of a tied parameter has a name of its own."""
+    run_processes(_along_model_axes, 2, str(tmp_path))

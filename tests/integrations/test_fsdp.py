@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -43,8 +44,10 @@ import zeroshard as zs
 from zeroshard import fsdp
 from zeroshard.comm.launch import run_processes
 from zeroshard.fsdp.__main__ import parsed
+from zeroshard.fsdp.calls import _with_axes_of
 from zeroshard.seam import engine_of
 from zeroshard.tensor.sharded_tensor import ShardedParameter
+from zeroshard.utils.torch_compat import FakeStore
 
 FULL = StateDictOptions(full_state_dict=True)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -973,6 +976,26 @@ def test_tensor_parallelism_beside_the_door(sizes, names, dims, tmp_path):
         check_equal(results["zeroshard"], results["torch"])
 
 
+def test_flattened_and_unflattened_axes_are_joined_as_they_are():
+    """FSDP2 shards over the axis that it is given: of replicas and shards flattened, over all of these."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+
+    def made(names, *given):
+        found = _with_axes_of(given)
+        assert found.mesh_dim_names == names
+        return found.mesh.tolist()
+
+    root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    flat = root["replicate", "shard"]._flatten("dp")
+    assert made(("dp", "tp"), flat, root["tp"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert made(("replicate", "shard", "tp"), root["replicate", "shard"], root["tp"]) == root.mesh.tolist()
+    assert made(("shard", "tp"), root["shard"], root["tp"]) == [[0, 1], [2, 3]]
+    world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))._unflatten(0, (2, 2, 2), ("dp", "cp", "tp"))
+    assert made(("dp", "tp"), world["dp"], world["tp"]) == [[0, 1], [4, 5]]
+    with pytest.raises(zs.ConfigError, match=r"axes \('all',\) given to fully_shard overlap .* such as mesh\['dp'\]"):
+        _with_axes_of([root["shard", "tp"]._flatten("all"), root["tp"]])
+
+
 def _checkpoints(rank, ranks, folder, writer):
     """Train and save with one, load and go on with the other: at once (`writer` set), or what an earlier call has saved."""
     torch.set_num_threads(1)
@@ -1152,6 +1175,7 @@ def _cut_parameters(rank, ranks, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     group, wholes = dist.new_group(backend="gloo"), {}
+    along_tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     shapes = [param.shape for param in Cut().parameters()]
     torch.manual_seed(5)  # of rank 0
     drawn = [nn.init.trunc_normal_(torch.empty(shape), std=shape[0]) for shape in shapes]
@@ -1174,7 +1198,19 @@ def _cut_parameters(rank, ranks, folder):
         assert grad.shape == weight.shape == (8, 6) and torch.equal(weight.grad.full_tensor(), grad)
         weight.grad = 2 * grad
         assert torch.equal(weight.grad.full_tensor(), 2 * grad)
+        for shape in ((6, 8), (4, 6), (3,)):
+            with pytest.raises(zs.ModelChanged, match=r"expected the parameter's, \(8, 6\)"):
+                weight.grad = torch.zeros(shape)
+        for part in (zs.value_of(weight), zs.gradient_of(weight), zs.state_of(weight, "exp_avg")):
+            before = part.full()
+            part.set_local(2 * part.local())
+            assert torch.equal(part.full(), 2 * before), part.what
         optimizer.zero_grad()
+        optimizer.state[weight]["seen"] = torch.ones(1)  # for the parameter, not for its elements
+        assert zs.state_of(weight, "seen").full().tolist() == [1.0]
+        del optimizer.state[weight]["seen"]
+        with pytest.raises(zs.ConfigError, match=r"expected a tensor of the parameter's shape \(8, 6\), got \(6, 8\)"):
+            optimizer.state[weight]["exp_avg"] = grad.view(6, 8)
         zs.state_of(weight, "exp_avg").set_full(grad)
         optimizer.state[weight]["exp_avg_sq"] = grad.square()
         assert torch.equal(zs.state_of(weight, "exp_avg").full(), grad)
@@ -1182,6 +1218,12 @@ def _cut_parameters(rank, ranks, folder):
         with torch.no_grad():
             weight.copy_(grad).mul_(2).add_(torch.ones(6))
             assert torch.equal(weight.full_tensor(), 2 * grad + 1)
+            cut, other = (distribute_tensor(each, along_tp, [Shard(0)]) for each in (grad, torch.ones(8)))
+            with mock.patch.object(DTensor, "full_tensor", side_effect=AssertionError("gathered")):
+                weight.add_(cut).sub_(cut)
+                with pytest.raises(zs.ShardedAccessError, match=r"broadcasts to \(8, 6\), got \(8,\)"):
+                    weight.add_(other)
+            assert all(param.norm().device_mesh == param.device_mesh for param in model.parameters())
             assert torch.equal(weight[3], 2 * grad[3] + 1) and weight.view(-1).shape == (48,) and weight.isfinite().all()
             zs.value_of(weight).set_full(grad)
             assert torch.equal(zs.value_of(weight).full(), grad)

@@ -19,7 +19,7 @@ from zoo import Attention, Block, Language, MixtureOfExperts, Stack, normal_batc
 
 import zeroshard as zs
 from zeroshard.policies import collect
-from zeroshard.policies.dtypes import casts
+from zeroshard.policies.dtypes import cast_modules, casts
 from zeroshard.testing import run_threads
 
 LOW, HIGH = torch.bfloat16, torch.float32
@@ -366,6 +366,21 @@ def test_cast_buffers_leaves_fp32_modules_and_is_undone_by_close():
 
     torch.manual_seed(0)
     run_threads(2, run)
+
+
+def test_buffers_that_can_not_be_cast_leave_the_model_as_it_was(monkeypatch):
+    def to(tensor: Tensor, *args, **kwargs):
+        if tensor.shape == (3,):
+            raise MemoryError
+        return plain(tensor, *args, **kwargs)
+
+    model, plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Tensor.to
+    model[0].register_buffer("small", torch.ones(2))
+    model[1].register_buffer("large", torch.ones(3))
+    monkeypatch.setattr(Tensor, "to", to)
+    with pytest.raises(MemoryError):
+        cast_modules(model, zs.Config(precision="bf16", cast_buffers=True, dtypes={"BatchNorm1d": "fp16"}))
+    assert model[0].small.dtype == HIGH and not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 # -- models of every kind in low precision -----------------------------------------------------------------------

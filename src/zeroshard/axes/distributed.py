@@ -106,7 +106,7 @@ class OverMesh(Distribution):
             return self.wrap(local.detach().contiguous()).full_tensor()
 
     def local(self, value: Tensor) -> Tensor:
-        if is_distributed(value) and value.device_mesh == self.mesh:
+        if is_distributed(value) and value.device_mesh == self.mesh and self.placements:  # of `Owned` there are none
             return value.redistribute(self.mesh, self.placements).to_local()
         value = value.full_tensor() if is_distributed(value) else value
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
@@ -163,11 +163,11 @@ def in_state_dicts(model: nn.Module) -> list[RemovableHandle]:
 
     Return the hooks' handles. Without them torch.save, save_pretrained and torch.distributed.checkpoint would store a local shard
     as if it were the whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they raise when such code reads them, or take
-    the whole where they show it (`Home.larger`).
+    the whole where they show it (`Home.hidden_cut`).
     """
     known: dict[str, Distribution] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        if (found := distribution_of(param)) is not None and getattr(param, "_home", Home).larger is None:
+        if (found := distribution_of(param)) is not None and getattr(param, "_home", Home).hidden_cut is None:
             known[own_name(model, name)] = found
 
     def entries(state: dict, prefix: str) -> Iterator[tuple[str, Any, Distribution]]:

@@ -84,9 +84,10 @@ class ParamHome(Home):
         self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
         self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel
         spec = group.specs[index]
+        self.saved_here = spec.counts  # unlike the group's: of a tied parameter each stage saves its copy, which has another name
         if spec.part is not None and group.runtime.shows_masters:
-            self.larger = spec.distribution
-        self.shape = spec.shape if self.larger is None else spec.whole_shape  # that the parameter shows
+            self.hidden_cut = spec.distribution
+        self.shape = spec.shape if self.hidden_cut is None else spec.whole_shape  # that the parameter shows
 
     def __reduce__(self) -> tuple[type, tuple]:
         """Pickle as None: an unpickled frozen parameter belongs to no sharded model."""
@@ -225,9 +226,7 @@ class ParamHome(Home):
         return distribution.wrap(gradient)  # stage 0: torch's own norms then cover all shards
 
     def set_gradient(self, value: Tensor | None) -> None:
-        if self.larger is not None and value is not None and not isinstance(value, ShardedTensor):
-            value = self.wrap(self.own(value), value.dtype)
-        self.group.set_gradient(self.index, value.to_local() if is_distributed(value) else value)
+        self.group.set_gradient(self.index, value.to_local() if self.hidden_cut is None and is_distributed(value) else value)
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """Carry out `param.data = value` as a write in place, since the parameter's memory is a part of the flat buffer."""

@@ -207,10 +207,12 @@ class ParamGroup:
                 "set_requires_gradient_sync(True), or optimizer.zero_grad() first."
             )
         if value is not None:
-            wanted = home.shape if isinstance(value, ShardedTensor) else slot.shape
+            wanted = slot.shape if home.hidden_cut is None and not isinstance(value, ShardedTensor) else home.shape
             if (got := tuple(value.shape)) != wanted:
                 raise ModelChanged(f"{home.name}.grad was assigned a tensor of shape {got}: expected the parameter's, {wanted}.")
             self.refuse_gradient_write()
+            if home.hidden_cut is not None and not isinstance(value, ShardedTensor):
+                value = home.wrap(home.own(value), value.dtype)
         self.runtime.unscale()
         if value is not None and not grads.reduced:
             grads.zero()  # parameters without a gradient have values of an earlier step in the buffer

@@ -456,10 +456,13 @@ def _ranks_of(mesh: DeviceMesh, params: Sequence[nn.Parameter]) -> dict[str, Any
 
 
 def _with_axes_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the root mesh of these meshes, the data-parallel one and those along which DTensors of a model are cut, sliced to their axes;
-    or these meshes joined, if they were made by unflattening an axis of the root.
+    """Return one mesh with the axes of these meshes: first the data-parallel one, then those along which DTensors of a model are cut.
 
+    It is their root, sliced to these axes. Where an axis is none of the root's, since it was made by flattening or unflattening some, it
+    is these meshes side by side: a flattened axis is one axis here, too. The first one's root if roots differ, or axes have no names.
     Along any other axis, such as pp, each rank has a model of its own, with an optimizer of its own.
+
+    Raise ConfigError if meshes share ranks along an axis: a rank's data-parallel peers would hold other parts of a parameter.
     """
     root = meshes[0]._get_root_mesh()
     of_axis = {name: each for each in meshes for name in each.mesh_dim_names or ()}
@@ -467,7 +470,13 @@ def _with_axes_of(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         return root
     names = tuple(name for name in root.mesh_dim_names or () if name in of_axis)
     if len(names) < len(of_axis):
-        return joined_mesh([each if each.ndim == 1 else each[name] for name, each in of_axis.items()])
+        try:
+            return joined_mesh([each if each.ndim == 1 else each[name] for name, each in of_axis.items()])
+        except RuntimeError as error:
+            raise ConfigError(
+                f"mesh: the data-parallel axes {meshes[0].mesh_dim_names} given to fully_shard overlap with axes of {tuple(of_axis)} along "
+                "which parameters are cut. Flatten data-parallel axes alone, or give fully_shard a slice such as mesh['dp']."
+            ) from error
     return root[names] if len(names) < root.ndim else root
 
 

@@ -48,6 +48,7 @@ class HostSlice(torch.Tensor):
     @classmethod
     def of_rows(cls, tensor: ShardedTensor, rank: int, ranks: int) -> HostSlice:
         """Return a copy of the rows that a rank has of a DTensor with Shard(0), which are one box (collective)."""
+        tensor.held_boxes()  # raises for a part of tensor parallelism under zs.shard, which would be taken for the whole
         whole = tensor.full_tensor().detach()
         rows, shape = whole.view(1) if whole.dim() == 0 else whole, tuple(whole.shape)
         begin = min(-(-len(rows) // ranks) * rank, len(rows))

@@ -115,8 +115,9 @@ def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype
 
 def cast_modules(model: nn.Module, config: Config) -> list[Any]:
     """Let modules compute in their dtypes: register hooks at `casts`, and cast buffers if asked. Return handles that undo it."""
-    handles = [handle for module, inside, around in casts(model, config) for handle in _cast_at(module, inside, around)]
-    return [*handles, _cast_buffers(model, config)] if config.cast_buffers else handles
+    found = casts(model, config)
+    buffers = [_cast_buffers(model, config)] if config.cast_buffers else []  # first: memory may end here, and hooks would stay
+    return [*(handle for module, inside, around in found for handle in _cast_at(module, inside, around)), *buffers]
 
 
 def _cast_at(module: nn.Module, inside: torch.dtype, around: torch.dtype) -> tuple[RemovableHandle, RemovableHandle]:
@@ -153,11 +154,13 @@ def _cast_buffers(model: nn.Module, config: Config) -> SimpleNamespace:
 
 
 def _cast_entries(entries: list[tuple[dict, str, torch.dtype]]) -> None:
-    """Cast tensors in dictionaries; a tensor that several dictionaries hold is cast once and stays shared."""
+    """Cast tensors in dictionaries, all or none; a tensor that several dictionaries hold is cast once and stays shared."""
     cast: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # holds the original, so that its id is not reused
     for holder, name, dtype in entries:
         given = holder[name]
-        holder[name] = cast.setdefault((id(given), dtype), (given, given.to(dtype)))[1]
+        cast.setdefault((id(given), dtype), (given, given.to(dtype)))
+    for holder, name, dtype in entries:
+        holder[name] = cast[id(holder[name]), dtype][1]
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@
 
     .full()   .set_full(value)         the whole tensor (shape), equal on every rank
     .local()  .set_local(value)        this rank's slice, flat (stop - start,): elements [start, stop) of the flattened tensor
+                                       (under FSDP2's door beside tensor parallelism: of this rank's part, flattened)
 
 `full` and `local` return copies. `full` and both setters are collective: all ranks call them, for the same parameters in the
 same order. A value of the wrong shape on one rank raises ConfigError on all ranks, and nothing is changed.
@@ -90,15 +91,17 @@ class ParameterPart(ABC):
         """Set the whole tensor; every rank gives the same tensor of the parameter's shape (collective)."""
         self._agree(value, self.shape, compare=self.replicated)
         with torch.no_grad():
-            larger = self.home.larger is not None
-            self._set(self.home.wrap(self.home.own(value), value.dtype) if larger else value.detach())
+            value = value.detach()
+            if self.home.hidden_cut is not None:
+                value = self.home.wrap(self.home.own(value.reshape(self.shape)), value.dtype)
+            self._set(value)
 
     def set_local(self, value: Tensor) -> None:
         """Set this rank's slice (stop - start,); every rank sets its own (collective)."""
         self._agree(value, (self.home.stop - self.home.start,))
         with torch.no_grad():
             value = value.detach().reshape(-1)
-            if self.replicated:
+            if self.replicated and self.home.hidden_cut is None:
                 self._set(self.home.gather_local(value).view(self.shape))
             else:
                 self._set(self.home.wrap(value.to(self.group.comm.device), value.dtype))
@@ -226,7 +229,8 @@ class OptimizerStatePart(ParameterPart):
         entries = {key: value for key, value in self._entries().items() if key == self.key}
         value = whole_states(self.group, self.index, entries).get(self.key)
         if isinstance(value, Tensor):
-            return (self.home.complete(value) if value.dim() else value).clone()
+            column = tuple(value.shape) == self.group.specs[self.index].shape
+            return (self.home.complete(value) if column else value).clone()
         return value
 
     def _prepare(self) -> str | None:

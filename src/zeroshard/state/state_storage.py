@@ -94,12 +94,17 @@ class WholeState(Tensor):
         return self.plain().__reduce_ex__(protocol)
 
 
-@torch.no_grad()
-def write_state(state: Tensor, value: Tensor, name: str) -> None:
-    """Copy a value, whole or sharded like the parameter, into a state. Raise ConfigError if it has another shape."""
+def check_shape(state: Tensor, value: Tensor, name: str) -> None:
+    """Raise ConfigError if a value has another shape than a state."""
     if tuple(value.shape) != tuple(state.shape):
         raise ConfigError(
             f"optimizer.state: {name}: expected a tensor of the parameter's shape {tuple(state.shape)}, got "
             f"{tuple(value.shape)}. To start a parameter anew, remove all of its state: optimizer.state.pop(parameter)."
         )
+
+
+@torch.no_grad()
+def write_state(state: Tensor, value: Tensor, name: str) -> None:
+    """Copy a value, whole or sharded like the parameter, into a state. Raise ConfigError if it has another shape."""
+    check_shape(state, value, name)
     state.copy_(value)

@@ -9,7 +9,8 @@ them works as in torch. The dicts around them are views, which forward assignmen
     del state[p], state.clear()     as before the first step
 
 Of a replicated state that rests encoded (tensor/state_column.py), the mapping has a decoded copy: assign a new value, since
-writing into the copy changes nothing.
+writing into the copy changes nothing. Under FSDP2's door beside tensor parallelism a replicated state is shown as a DTensor: assign
+a new value or write in place, since assigning the `.data` of a DTensor changes nothing (as in FSDP2).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..tensor.sharded_tensor import ShardedTensor, trace_of
 from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from .state_loading import Restoring, SavedState, TensorReader, scalars_for, state_dtype
-from .state_storage import StateHome, WholeState, write_state
+from .state_storage import StateHome, WholeState, check_shape, write_state
 
 if TYPE_CHECKING:
     from ..engine.optimizer import OptimizerCore
@@ -176,8 +177,8 @@ def _view(core: OptimizerCore, run: Run, index: int, value: object, whole: type[
     if not core.replicated:
         return StateHome(run.group.homes[index], rest, begin).tensor()
     slot = run.group.layout.slots[index]
-    view, larger = rest.load(begin, begin + slot.numel).view(slot.shape), run.group.homes[index].larger
-    return view if whole is Tensor else larger.wrap(view) if larger is not None else view.as_subclass(whole)
+    view, cut = rest.load(begin, begin + slot.numel).view(slot.shape), run.group.homes[index].hidden_cut
+    return view if whole is Tensor else cut.wrap(view) if cut is not None else view.as_subclass(whole)
 
 
 def _kept(value: object) -> Any:
@@ -240,7 +241,7 @@ def _cut(group: ParamGroup, index: int, value: object) -> object:
     home = group.homes[index]
     if isinstance(value, ShardedTensor) or not isinstance(value, Tensor) or tuple(value.shape) != home.shape:
         return value
-    cut = torch_compat.is_distributed(value) or home.larger is not None
+    cut = torch_compat.is_distributed(value) or home.hidden_cut is not None
     return home.wrap(home.own(value).clone(), value.dtype) if cut else value
 
 
@@ -304,7 +305,10 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
             was_column = True
     if was_column and isinstance(value, Tensor):
         shown = _view(core, run, index, run.states.load()[key], WholeState)
-        if core.replicated and home.larger is not None:  # a DTensor over the part, which this rank has whole
+        if (
+            core.replicated and home.hidden_cut is not None
+        ):  # `shown` is a DTensor over this rank's part, all of which is stored here
+            check_shape(shown, value, name)
             value = value if isinstance(value, ShardedTensor) else home.wrap(home.own(value), value.dtype)
             write_state(view := torch_compat.local_part(shown), value.gathered(), name)
         else:

@@ -104,8 +104,8 @@ class HasChunks(Sliced):
         """Return (box, its first element in this rank's slice), in order. Raise CheckpointError for a tensor-parallel shard whose
         shape is that of the shard."""
         home = self._home
-        if home.larger is not None and home.larger.part is not None:
-            return [(box, first - home.start) for box, first in home.larger.part.boxes(home.start, home.stop)]
+        if home.hidden_cut is not None and home.hidden_cut.part is not None:
+            return [(box, first - home.start) for box, first in home.hidden_cut.part.boxes(home.start, home.stop)]
         if home.distributed:
             raise CheckpointError(
                 f"{home.name}: torch.distributed.checkpoint would take this rank's part of tensor parallelism for the whole. Use "
@@ -118,8 +118,8 @@ class HasChunks(Sliced):
         return found
 
     def boxes_to_write(self) -> list[tuple[Box, int]]:
-        """Return `held_boxes`; none where another rank along model axes has a copy, of which it writes boxes."""
-        return self.held_boxes() if self._home.counts else []
+        """Return `held_boxes`; none where another rank along model axes holds the same values and writes them (`Home.saved_here`)."""
+        return self.held_boxes() if self._home.saved_here else []
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """Return what this rank writes."""

@@ -43,8 +43,11 @@ class Home:
     start: int  # this rank's elements [start, stop) of the flattened tensor
     stop: int
     comm: Any  # Comm (engine/comm/base.py) of the ranks that have the other slices
-    # where the tensor shows a larger one (zeroshard.fsdp): how model axes cut that; the slices are of this rank's part of it
-    larger: Distribution | None = None
+    # torch.distributed.checkpoint saves this rank's slice; False: that of another rank along model axes, under the same name
+    saved_here = True
+    # set under zeroshard.fsdp where model axes cut the parameter: the tensor then has the shape of the whole and hides how ranks
+    # divide it, which is this; slices are of this rank's part of the whole
+    hidden_cut: Distribution | None = None
 
     @property
     def meeting(self) -> Ranks:
@@ -82,19 +85,16 @@ class Home:
 
     def complete(self, value: Tensor) -> Tensor:
         """Return the tensor that is shown, from all its slices, joined: the larger one where there is one (collective then)."""
-        if self.larger is None:
+        if self.hidden_cut is None:
             return value
         if value.requires_grad:
-            return self.larger.wrap(value.contiguous()).full_tensor()  # type: ignore[attr-defined]
-        return self.larger.whole(value)
+            return self.hidden_cut.wrap(value.contiguous()).full_tensor()  # type: ignore[attr-defined]
+        return self.hidden_cut.whole(value)
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a value of the tensor that is shown, flat (collective if it is a DTensor)."""
-        whole = whole.full_tensor() if is_distributed(whole) else whole
-        part = None if self.larger is None else self.larger.part
-        if part is not None:
-            whole = part.of(whole.reshape(part.whole_shape))
-        return whole.reshape(-1)[self.start : self.stop]
+        """Return the elements, flat, that this rank holds of a value of the shape that is shown (collective if it is a DTensor)."""
+        whole = whole if self.hidden_cut is None else self.hidden_cut.local(whole)
+        return (whole.full_tensor() if is_distributed(whole) else whole).reshape(-1)[self.start : self.stop]
 
     @property
     def unit(self) -> str:
@@ -177,7 +177,7 @@ class DerivedHome(Home):
 
     def __init__(self, parent: Home) -> None:
         """parent: home of the other tensor."""
-        self.parent, self.comm = parent, parent.comm
+        self.parent, self.comm, self.saved_here = parent, parent.comm, parent.saved_here
 
     @property
     def meeting(self) -> Ranks:
@@ -188,8 +188,8 @@ class DerivedHome(Home):
         return self.parent.counts
 
     @property
-    def larger(self) -> Distribution | None:  # type: ignore[override]
-        return self.parent.larger
+    def hidden_cut(self) -> Distribution | None:  # type: ignore[override]
+        return self.parent.hidden_cut
 
     @property
     def distribution(self) -> Distribution | None:

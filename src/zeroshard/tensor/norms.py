@@ -89,7 +89,7 @@ def take_norms(func: OpOverload, args: tuple, kwargs: dict) -> object:
         for (index, tensor), norm in zip(group.items(), _combined(list(group.values()), order), strict=True):
             found[index] = norm.to(tensor.device, dtypes[tensor.dtype])
             if tensor._home.shown is not None:
-                found[index] = ShownNorm.of(found[index], tensor._home.shown.place(tensor._home.larger)[0])
+                found[index] = ShownNorm.of(found[index], tensor._home.shown.place(tensor._home.distribution)[0])
     if several:
         return found
     return found[0].view((1,) * tensors[0].dim()) if given.get("keepdim") else found[0]

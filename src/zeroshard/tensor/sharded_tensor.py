@@ -108,9 +108,10 @@ class ShardedTensor(HasChunks, HasNoMemory):
         return not (self._of_parameter or self._of_gradient)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        part = "" if self._home.hidden_cut is None else "of its part "
         return (
             f"{type(self).__name__}({self._home.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"elements [{self._home.start}, {self._home.stop}) on this rank, requires_grad={self.requires_grad})"
+            f"elements [{self._home.start}, {self._home.stop}) {part}on this rank, requires_grad={self.requires_grad})"
         )
 
     def __deepcopy__(self, memo: dict) -> ShardedTensor:
@@ -174,13 +175,13 @@ class ShardedTensor(HasChunks, HasNoMemory):
     def gathered(self) -> Tensor:
         """Return a copy with the slices of all data-parallel ranks (collective). Differentiable.
 
-        It is of this tensor's shape; where this shows a larger one (`Home.larger`), of that of this rank's part.
+        It is of this tensor's shape; where this shows a larger one (`Home.hidden_cut`), of that of this rank's part.
         """
         if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward: gather the unit, as its operations do
             lent = self._home.lend(torch.clone, (self,), {})
             if isinstance(lent, Tensor):  # a forward runs, and its unit is gathered
                 return lent
-        part = None if self._home.larger is None else self._home.larger.part
+        part = None if self._home.hidden_cut is None else self._home.hidden_cut.part
         return read(self, self._home.gather_local(self._local).view(part.extents if part else self.shape), sliced=False)
 
 
@@ -425,7 +426,7 @@ def _view(func: OpOverload, args: tuple, kwargs: dict) -> object:
     source, shape = args[0], tuple(args[0].shape)
     if func is aten.view.default:
         shape = tuple(torch.empty(shape, device="meta").view(*args[1:], **kwargs).shape)  # torch checks the shape
-        if source._home.larger is not None and shape != tuple(source.shape):  # the slice is no range of the flattened tensor
+        if source._home.hidden_cut is not None and shape != tuple(source.shape):  # the slice is no range of the flattened tensor
             return _beyond(func, args, kwargs)
     return _alias(source, source._held, shape, source._home)
 
@@ -487,7 +488,7 @@ def _rows(func: OpOverload, args: tuple, kwargs: dict) -> object:
     defaults: tuple = (0, None, None, 1)
     source, dim, start, stop, step = (*args, *defaults[len(args) - 1 :])
     # only adjacent rows are one range of the flattened tensor
-    if dim % max(len(source.shape), 1) != 0 or step != 1 or source._home.larger is not None:
+    if dim % max(len(source.shape), 1) != 0 or step != 1 or source._home.hidden_cut is not None:
         return _beyond(func, args, kwargs)
     shape = tuple(source.shape[1:])
     if func is aten.select.int:
@@ -515,8 +516,11 @@ def _local_of(operand: _T, lead: ShardedTensor) -> _T | Tensor:
         return operand._local
     if isinstance(operand, Tensor) and operand.dim() > 0:
         try:
+            if operand.shape == lead.shape:
+                return lead._home.own(operand)  # this rank takes its own elements
+            torch.empty(operand.shape, device="meta").expand(lead.shape)  # may raise: before any rank gathers
             whole = operand.full_tensor() if torch_compat.is_distributed(operand) else operand
-            return lead._home.own(whole.expand(lead.shape))  # this rank takes its own elements
+            return lead._home.own(whole.expand(lead.shape))
         except RuntimeError as error:
             raise ShardedAccessError(
                 f"{lead._home.name}: expected an operand that broadcasts to {tuple(lead.shape)}, got {tuple(operand.shape)}."
@@ -548,7 +552,7 @@ def _any_or_all(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     """Combine any() or all() over ranks (collective), as in p.isnan().any() or the loop of nn.init.trunc_normal_."""
     (tensor,) = args
     home, found = tensor._home, func(tensor._local)
-    if home.larger is None:
+    if home.hidden_cut is None:
         return func(home.gather_local(found.view(1)))
     home.before_meeting("any() or all()")
     told = home.meeting.exchange(bytes([bool(found)]), f"any() or all() of {home.name}")

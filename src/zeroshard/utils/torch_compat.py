@@ -423,7 +423,7 @@ def mend_dtensors() -> None:
 
 
 def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh with the axes of several meshes of one root, in order."""
+    """Return a mesh with the axes of several meshes of one root, in order. Raise RuntimeError if they overlap."""
     return meshes[0]._concatenate(meshes)
 
 

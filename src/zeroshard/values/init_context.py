@@ -67,7 +67,7 @@ class BirthHome(Home):
 
     @property
     def traced(self) -> bool:
-        return not self.comm.alone
+        return not self.comm.control.alone
 
     @property
     def trace(self) -> int:
