@@ -1265,6 +1265,48 @@ def test_parameters_that_tensor_parallelism_cuts_show_the_whole(tmp_path):
         check_equal(([], found[0]), ([], found[3]))
 
 
+def _cut_otherwise(rank, ranks):
+    """Two weights of one shape and equal ranges, of which ranks along tp have rows of one and columns of the other."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for stage in (3, 0):
+        fsdp.configure(stage=stage)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()})
+        for layer in (*model, model):
+            fsdp.fully_shard(layer, mesh=mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        rows, columns, others = model.parameters()
+        before = [param.full_tensor() for param in (rows, columns)]
+        moved = copy.deepcopy(optimizer.state_dict())
+        moved["state"][0], moved["state"][1] = moved["state"][1], moved["state"][0]
+        uses = [
+            lambda: rows * columns,
+            lambda: rows.detach().copy_(columns.detach()),
+            lambda: torch._foreach_mul_([rows.detach()], [columns.detach()]),
+        ]
+        if stage == 3:  # at stage 0 gradients and states are DTensors, which torch cuts anew
+            uses += [
+                lambda: setattr(rows, "grad", columns.grad),
+                lambda: optimizer.load_state_dict(moved),
+                lambda: optimizer.state[rows].__setitem__("exp_avg", optimizer.state[columns]["exp_avg"]),
+            ]
+        for use in uses:
+            with pytest.raises(zs.ShardedAccessError, match=r"\(4, 4\) and .* \(4, 4\) are cut differently"):
+                use()
+        assert torch.equal((rows * others).full_tensor(), before[0] * others.full_tensor())
+        assert all(torch.equal(param.full_tensor(), value) for param, value in zip((rows, columns), before, strict=True))
+        zs.close(model)
+
+
+@pytest.mark.processes
+def test_weights_that_tensor_parallelism_cuts_otherwise_are_not_taken_for_alike():
+    run_processes(_cut_otherwise, 2, timeout_s=120)
+
+
 class Fused(nn.Linear):
     """A matrix that state dicts show as two, of other rows each, as torchtitan's fused attention does."""
 

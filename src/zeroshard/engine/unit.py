@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..tensor.part import Piece
 from ..tensor.released_parameter import AwayParameter, ReleasedParameter
-from ..tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
+from ..tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data, slice_like
 from ..utils import torch_compat
 from ..utils.autograd import memory_of
 from ..utils.tensor_tree import Exchanged
@@ -211,7 +211,9 @@ class ParamGroup:
             if (got := tuple(value.shape)) != wanted:
                 raise ModelChanged(f"{home.name}.grad was assigned a tensor of shape {got}: expected the parameter's, {wanted}.")
             self.refuse_gradient_write()
-            if home.hidden_cut is not None and not isinstance(value, ShardedTensor):
+            if isinstance(value, ShardedTensor):
+                slice_like(value, home, wanted)
+            elif home.hidden_cut is not None:
                 value = home.wrap(home.own(value), value.dtype)
         self.runtime.unscale()
         if value is not None and not grads.reduced:

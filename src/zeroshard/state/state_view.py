@@ -26,7 +26,7 @@ from ..engine.inner_optimizer import State, fresh, hashable, inner_copy
 from ..engine.runs import Run
 from ..engine.unit import ParamGroup
 from ..errors import ConfigError, ModelClosed
-from ..tensor.sharded_tensor import ShardedTensor, trace_of
+from ..tensor.sharded_tensor import ShardedTensor, slice_like, trace_of
 from ..tensor.state_column import is_column
 from ..utils import torch_compat
 from .state_loading import Restoring, SavedState, TensorReader, scalars_for, state_dtype
@@ -239,7 +239,10 @@ def _cut(group: ParamGroup, index: int, value: object) -> object:
     """Return a state; one that came as a DTensor of the parameter's shape (collective then), or whole where the parameter shows a
     larger one, as this rank's slice."""
     home = group.homes[index]
-    if isinstance(value, ShardedTensor) or not isinstance(value, Tensor) or tuple(value.shape) != home.shape:
+    if not isinstance(value, Tensor) or tuple(value.shape) != home.shape:
+        return value
+    if isinstance(value, ShardedTensor):
+        slice_like(value, home, home.shape)
         return value
     cut = torch_compat.is_distributed(value) or home.hidden_cut is not None
     return home.wrap(home.own(value).clone(), value.dtype) if cut else value
@@ -305,11 +308,11 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
             was_column = True
     if was_column and isinstance(value, Tensor):
         shown = _view(core, run, index, run.states.load()[key], WholeState)
-        if (
-            core.replicated and home.hidden_cut is not None
-        ):  # `shown` is a DTensor over this rank's part, all of which is stored here
+        if core.replicated and home.hidden_cut is not None:
+            # `shown` is a DTensor; its local tensor is this rank's part, all of which is stored here
             check_shape(shown, value, name)
-            value = value if isinstance(value, ShardedTensor) else home.wrap(home.own(value), value.dtype)
+            value = _cut(run.group, index, value)
+            assert isinstance(value, ShardedTensor)
             write_state(view := torch_compat.local_part(shown), value.gathered(), name)
         else:
             write_state(view := shown, value, name)

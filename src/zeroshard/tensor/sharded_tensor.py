@@ -504,16 +504,22 @@ def _rows(func: OpOverload, args: tuple, kwargs: dict) -> object:
     return _alias(source, held, shape, home)
 
 
+def slice_like(tensor: ShardedTensor, home: Home, shape: Sequence[int]) -> Tensor:
+    """Return this rank's slice of a sharded tensor. Raise ShardedAccessError if it is cut otherwise than `home`'s of that shape."""
+    own = tensor._home
+    parts = [None if each.hidden_cut is None else each.hidden_cut.part for each in (own, home)]
+    if tuple(tensor.shape) != tuple(shape) or (own.start, own.stop, parts[0]) != (home.start, home.stop, parts[1]):
+        raise ShardedAccessError(
+            f"{own.name} {tuple(tensor.shape)} and {home.name} {tuple(shape)} are cut "
+            "differently: expected two tensors sharded alike. Take full_tensor() of both, on all ranks."
+        )
+    return tensor._local
+
+
 def _local_of(operand: _T, lead: ShardedTensor) -> _T | Tensor:
     """Return the elements of an operand at `lead`'s slice (of [10 20 30], at [4, 6) of (2, 3): [20 30]); scalars as they are."""
     if isinstance(operand, ShardedTensor):
-        same = (operand._home.start, operand._home.stop) == (lead._home.start, lead._home.stop)
-        if operand.shape != lead.shape or not same:
-            raise ShardedAccessError(
-                f"{operand._home.name} {tuple(operand.shape)} and {lead._home.name} {tuple(lead.shape)} are cut "
-                "differently: expected two tensors sharded alike. Take full_tensor() of both, on all ranks."
-            )
-        return operand._local
+        return slice_like(operand, lead._home, lead.shape)
     if isinstance(operand, Tensor) and operand.dim() > 0:
         try:
             if operand.shape == lead.shape:
