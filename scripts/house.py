@@ -286,7 +286,7 @@ GOALS = {
     COMMENTS: 9.5,
 }
 BOUNDS: dict[str, float] = {
-    "lines of src/zeroshard and benchmarks": 70_700,
+    "lines of src/zeroshard and benchmarks": 70_800,
     "lines of ring 0 (engine/)": 8_500,
     "lines of ring 1": 12_600,
     "imports that leave ring 0": 0,
@@ -298,7 +298,7 @@ BOUNDS: dict[str, float] = {
     "files to own for engine and optimizer (engine.optimizer)": 66,
     "lines of these, engine.optimizer": 12_200,
     "files to own for zs.shard (api)": 179,
-    "lines of these, api": 33_800,
+    "lines of these, api": 33_900,
     "names of the engine that comm imports": 0,
     "names inside of services that comm imports": 0,
     "places of comm inside the engine": 0,
