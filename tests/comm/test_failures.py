@@ -27,8 +27,8 @@ from zeroshard.comm import backend_select
 from zeroshard.comm.launch import free_port, rank_environment, run_processes
 from zeroshard.diagnostics import endings
 from zeroshard.diagnostics.flight_recorder import describe
-from zeroshard.engine.comm import failure
 from zeroshard.engine.comm.base import Region
+from zeroshard.engine.comm.desk import GONE, Failure
 from zeroshard.engine.comm.progress import Progress
 from zeroshard.engine.runtime import runtime_of
 from zeroshard.testing import run_threads
@@ -363,7 +363,7 @@ def test_a_victim_tells_of_the_rank_that_failed_first():
 
 def test_failures_are_told_by_their_origin():
     first = zs.PeerFailed(5, "ValueError: no", "gather x")
-    assert endings.failure_of(first, 2) == failure.Failure(5, "ValueError: no")
+    assert endings.failure_of(first, 2) == Failure(5, "ValueError: no")
     try:
         try:
             raise first
@@ -379,7 +379,6 @@ def test_failures_are_told_by_their_origin():
 
 def test_a_stall_leaves_no_thread_behind_and_a_desk_lets_no_stranger_in():
     from zeroshard.diagnostics.status_server import SILENT, ProcessDesk
-    from zeroshard.engine.comm.desk import GONE
     from zeroshard.engine.comm.progress import Progress, Report
 
     before = threading.active_count()
@@ -388,7 +387,7 @@ def test_a_stall_leaves_no_thread_behind_and_a_desk_lets_no_stranger_in():
     assert isinstance(mine.ask([1])[1], Report)
     address, port, _, *rest = theirs.address
     mine._addresses[1] = (address, port, b"another secret", *rest)
-    mine.tell([1], failure.Failure(0, "not from a peer"))
+    mine.tell([1], Failure(0, "not from a peer"))
     assert theirs.told is None and mine.ask([1])[1] in (GONE, SILENT)
     theirs.close()
     mine._addresses[1] = theirs.address

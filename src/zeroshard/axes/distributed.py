@@ -162,8 +162,8 @@ def in_state_dicts(model: nn.Module) -> list[RemovableHandle]:
     """Let model.state_dict() return DTensors for local shards, and let load_state_dict accept DTensors or whole tensors.
 
     Return the hooks' handles. Without them torch.save, save_pretrained and torch.distributed.checkpoint would store a local shard
-    as if it were the whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they raise when such code reads them, or take
-    the whole where they show it (`Home.hidden_cut`).
+    as if it were the whole parameter. Sharded tensors (ZeRO stage 3) need no hook: they raise when such code reads them; where
+    they show the whole (`Home.hidden_cut`), they give and take it themselves.
     """
     known: dict[str, Distribution] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

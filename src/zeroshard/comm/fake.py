@@ -103,7 +103,7 @@ class FakeComm(DirectComm):
         self.ordered = self.kind.separate
         self.waits_on_host = not self.kind.separate
         self.shares_memory = self.copies = self.kind.shares_memory
-        self.peers_lag = self.shares_memory  # as real peers, a little behind, that copy from this rank's buffers
+        self.peers_lag = self.shares_memory  # real peers that copy from this rank's buffers are a little behind it
         self.adds = 0 if self.copies else 1 if self.ordered else 2
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:

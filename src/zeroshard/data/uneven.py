@@ -46,7 +46,7 @@ def join(model: nn.Module) -> Iterator[None]:
     Join adds a collective to every forward.)
     """
     engine = engine_of(model)
-    if engine.topology.divided is not None:  # experts are cut along an axis that cuts the batch
+    if engine.topology.divided is not None:  # experts are cut along an axis that cuts the batch: each forward needs all ranks
         raise ConfigError(
             "zs.join: in each forward of this model all ranks exchange tokens with the experts, so that none can be without a batch: use "
             "zs.stop_together(model, loader)."

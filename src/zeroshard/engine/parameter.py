@@ -87,7 +87,7 @@ class ParamHome(Home):
         self.saved_here = spec.counts  # unlike the group's: of a tied parameter each stage saves its copy, which has another name
         if spec.part is not None and group.runtime.shows_masters:
             self.hidden_cut = spec.distribution
-        self.shape = spec.shape if self.hidden_cut is None else spec.whole_shape  # that the parameter shows
+        self.shape = spec.shape if self.hidden_cut is None else spec.whole_shape  # the shape that the program sees
 
     def __reduce__(self) -> tuple[type, tuple]:
         """Pickle as None: an unpickled frozen parameter belongs to no sharded model."""

@@ -316,7 +316,7 @@ class Tiers(Links):
         return rest, None
 
     def stepping(self, groups: list[dict[str, Any]]) -> contextlib.AbstractContextManager[None]:
-        """Context in which the optimizer's own class steps on the device. groups: its options, here as they are."""
+        """Context of a step by the optimizer's own class on the device. groups: its options, in which a plan sets `foreach`."""
         return contextlib.nullcontext()
 
     def enter(self, category: str, nbytes: int, tier: Tier) -> None:

@@ -214,7 +214,7 @@ class ParamGroup:
             if isinstance(value, ShardedTensor):
                 slice_like(value, home, wanted)
             elif home.hidden_cut is not None:
-                value = home.wrap(home.own(value), value.dtype)
+                value = home.wrap(home.slice_of(value), value.dtype)
         self.runtime.unscale()
         if value is not None and not grads.reduced:
             grads.zero()  # parameters without a gradient have values of an earlier step in the buffer

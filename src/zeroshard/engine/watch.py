@@ -14,7 +14,6 @@ from .unit import ParamGroup, Unit
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-
 FAILURES = (RuntimeError, MemoryError)  # a failed allocation raises one of these, as other failures do
 
 
@@ -49,8 +48,7 @@ def _silent(error: BaseException, runtime: Runtime, where: str) -> None:
 
 @dataclass(frozen=True)
 class Watches:
-    """The watches of a runtime. values: makes a ValueWatch, attendance an Attendance. tell: gets the error of a failed pass or gather;
-    may raise one that says more."""
+    """The watches of a runtime. values, attendance: make them. tell: gets errors of passes and gathers, may raise others."""
 
     values: Callable[[DirectComm, list[ParamGroup]], ValueWatch] = ValueWatch
     attendance: Callable[[DirectComm, list[Unit], GradientAccount], Attendance] = Attendance

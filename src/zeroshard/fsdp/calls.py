@@ -256,7 +256,7 @@ class Call:
         return self._shown, (Replicate(),) * (self._shown.ndim - 1) + (FlatShard(0),)
 
     def place(self, distribution: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Return the mesh and the placements that a parameter shows. distribution: over model axes, which the mesh then has, too."""
+        """Return the mesh and placements of a parameter. distribution: its own along model axes, which the mesh has, too."""
         mesh, placements = self.shown()
         if distribution is None:
             return mesh, placements

@@ -93,7 +93,7 @@ class ParameterPart(ABC):
         with torch.no_grad():
             value = value.detach()
             if self.home.hidden_cut is not None:
-                value = self.home.wrap(self.home.own(value.reshape(self.shape)), value.dtype)
+                value = self.home.wrap(self.home.slice_of(value.reshape(self.shape)), value.dtype)
             self._set(value)
 
     def set_local(self, value: Tensor) -> None:

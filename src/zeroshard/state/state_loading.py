@@ -180,7 +180,7 @@ class Restoring:
 
 
 class SeveralOptimizers:
-    """Several optimizers of one model, as a checkpoint sees one: their groups, one after another."""
+    """Several optimizers of one model in the form of one, for checkpoints: their groups, one after another."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -197,7 +197,8 @@ Optimizers = torch.optim.Optimizer | SeveralOptimizers  # what a checkpoint save
 class StatesAtRest:
     """The states of a model for who saves and loads them, between steps: parameters, masters, optimizers' states.
 
-    Who reads calls `wait` or `finish_updates` first; who writes `replace_all`, and `mark_unusable` if that ends half-way.
+    Before a read, call `wait`, or `finish_updates` to take a delayed step as well; before a write, `replace_all`. If a write
+    ends half-way, call `mark_unusable`.
     """
 
     def __init__(self, runtime: Runtime) -> None:

@@ -236,8 +236,8 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
 
 
 def _cut(group: ParamGroup, index: int, value: object) -> object:
-    """Return a state; one that came as a DTensor of the parameter's shape (collective then), or whole where the parameter shows a
-    larger one, as this rank's slice."""
+    """Return a state as it came, but two kinds as this rank's slice: a DTensor of the parameter's shape (collective), and
+    a whole tensor where the parameter shows a larger one."""
     home = group.homes[index]
     if not isinstance(value, Tensor) or tuple(value.shape) != home.shape:
         return value
@@ -245,7 +245,7 @@ def _cut(group: ParamGroup, index: int, value: object) -> object:
         slice_like(value, home, home.shape)
         return value
     cut = torch_compat.is_distributed(value) or home.hidden_cut is not None
-    return home.wrap(home.own(value).clone(), value.dtype) if cut else value
+    return home.wrap(home.slice_of(value).clone(), value.dtype) if cut else value
 
 
 def _load_outside(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) -> None:

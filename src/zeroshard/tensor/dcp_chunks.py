@@ -101,8 +101,8 @@ class HasChunks(Sliced):
     """Mixin of sharded tensors: the methods that DCP calls (torch/distributed/_checkpointable.py)."""
 
     def held_boxes(self) -> list[tuple[Box, int]]:
-        """Return (box, its first element in this rank's slice), in order. Raise CheckpointError for a tensor-parallel shard whose
-        shape is that of the shard."""
+        """Return (box, its first element in this rank's slice), in order. Raise CheckpointError for a part of tensor
+        parallelism that shows itself as a tensor (zs.shard): DCP would take it for the whole."""
         home = self._home
         if home.hidden_cut is not None and home.hidden_cut.part is not None:
             return [(box, first - home.start) for box, first in home.hidden_cut.part.boxes(home.start, home.stop)]

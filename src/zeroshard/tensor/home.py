@@ -61,7 +61,7 @@ class Home:
 
     @property
     def distribution(self) -> Distribution | None:
-        """The division of the tensor among ranks along model axes (tensor or expert parallelism), before ZeRO cuts it; None: not at all."""
+        """Division of the tensor among ranks along model axes (tensor, expert parallelism), whose parts ZeRO cuts, or None."""
         return None
 
     @property
@@ -84,14 +84,15 @@ class Home:
         return nullcontext()
 
     def complete(self, value: Tensor) -> Tensor:
-        """Return the tensor that is shown, from all its slices, joined: the larger one where there is one (collective then)."""
+        """Return the tensor that is shown. value: all slices, joined. If a larger tensor is shown, they are those of this
+        rank's part, and ranks along model axes join their parts (collective)."""
         if self.hidden_cut is None:
             return value
         if value.requires_grad:
             return self.hidden_cut.wrap(value.contiguous()).full_tensor()  # type: ignore[attr-defined]
         return self.hidden_cut.whole(value)
 
-    def own(self, whole: Tensor) -> Tensor:
+    def slice_of(self, whole: Tensor) -> Tensor:
         """Return the elements, flat, that this rank holds of a value of the shape that is shown (collective if it is a DTensor)."""
         whole = whole if self.hidden_cut is None else self.hidden_cut.local(whole)
         return (whole.full_tensor() if is_distributed(whole) else whole).reshape(-1)[self.start : self.stop]

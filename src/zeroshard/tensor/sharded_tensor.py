@@ -167,16 +167,14 @@ class ShardedTensor(HasChunks, HasNoMemory):
     def full_tensor(self) -> Tensor:
         """Return a copy of the whole tensor on every rank (collective). Differentiable.
 
-        It is of the tensor's shape: of a part of a larger tensor (tensor or expert parallelism) the whole part; under FSDP2's
-        door, where `shape` is that of the larger tensor, this.
+        It has the tensor's own `shape`. For a parameter that tensor or expert parallelism cuts this is the shape of this rank's
+        part; under FSDP2's door, of the whole parameter.
         """
         return self._home.complete(self.gathered())
 
     def gathered(self) -> Tensor:
-        """Return a copy with the slices of all data-parallel ranks (collective). Differentiable.
-
-        It is of this tensor's shape; where this shows a larger one (`Home.hidden_cut`), of that of this rank's part.
-        """
+        """Return a copy with the slices of all data-parallel ranks (collective). Differentiable. Where the tensor shows a
+        larger one (`Home.hidden_cut`), the copy has the shape of this rank's part."""
         if isinstance(self, nn.Parameter) and not self._home.distributed:  # in a forward: gather the unit, as its operations do
             lent = self._home.lend(torch.clone, (self,), {})
             if isinstance(lent, Tensor):  # a forward runs, and its unit is gathered
@@ -426,7 +424,7 @@ def _view(func: OpOverload, args: tuple, kwargs: dict) -> object:
     source, shape = args[0], tuple(args[0].shape)
     if func is aten.view.default:
         shape = tuple(torch.empty(shape, device="meta").view(*args[1:], **kwargs).shape)  # torch checks the shape
-        if source._home.hidden_cut is not None and shape != tuple(source.shape):  # the slice is no range of the flattened tensor
+        if source._home.hidden_cut is not None and shape != tuple(source.shape):  # several ranges of the larger one
             return _beyond(func, args, kwargs)
     return _alias(source, source._held, shape, source._home)
 
@@ -462,7 +460,7 @@ def _random_(func: OpOverload, args: tuple, kwargs: dict) -> ShardedTensor:
     with nullcontext() if kwargs.get("generator") is not None or faking() else target._home.drawing():
         func(whole, *args[1:], **kwargs)
     local = target._local
-    local.copy_(target._home.own(whole))
+    local.copy_(target._home.slice_of(whole))
     target._end_write(local)
     if target._home.traced and not target._of_gradient and not faking():  # ranks may have other seeds
         target._record(checksum(whole), anew=True)
@@ -487,7 +485,7 @@ def _rows(func: OpOverload, args: tuple, kwargs: dict) -> object:
     """Return weight[i], one row (nn.Embedding's padding uses it), or weight[a:b], adjacent rows, as a sharded view."""
     defaults: tuple = (0, None, None, 1)
     source, dim, start, stop, step = (*args, *defaults[len(args) - 1 :])
-    # only adjacent rows are one range of the flattened tensor
+    # only adjacent rows are one range of the flattened tensor; of a larger one that is shown, these are several ranges, too
     if dim % max(len(source.shape), 1) != 0 or step != 1 or source._home.hidden_cut is not None:
         return _beyond(func, args, kwargs)
     shape = tuple(source.shape[1:])
@@ -523,10 +521,10 @@ def _local_of(operand: _T, lead: ShardedTensor) -> _T | Tensor:
     if isinstance(operand, Tensor) and operand.dim() > 0:
         try:
             if operand.shape == lead.shape:
-                return lead._home.own(operand)  # this rank takes its own elements
+                return lead._home.slice_of(operand)  # this rank takes its own elements
             torch.empty(operand.shape, device="meta").expand(lead.shape)  # may raise: before any rank gathers
             whole = operand.full_tensor() if torch_compat.is_distributed(operand) else operand
-            return lead._home.own(whole.expand(lead.shape))
+            return lead._home.slice_of(whole.expand(lead.shape))
         except RuntimeError as error:
             raise ShardedAccessError(
                 f"{lead._home.name}: expected an operand that broadcasts to {tuple(lead.shape)}, got {tuple(operand.shape)}."

@@ -76,7 +76,7 @@ class ImaginedTiers(FurtherTiers):
 
     @contextlib.contextmanager
     def stepping(self, groups: list[Options]) -> Iterator[None]:
-        """Choose `foreach` as torch does on a GPU, if fake tensors, which are on a CPU, stand for a GPU's."""
+        """Set `foreach` as torch would choose it on a GPU, if fake tensors stand for a GPU's: torch sees them on a CPU."""
         undecided = [group for group in groups if self.separate and _foreach_on_gpu(group)]
         for group in undecided:
             group["foreach"] = True

@@ -90,7 +90,7 @@ class HeldGradients:
 
     @torch.no_grad()
     def add(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add (whole parameter, its local gradient) pairs, made without autograd's hooks, to the sums."""
+        """Add local gradients, made without autograd's hooks, to the sums. gradients: (gathered parameter, gradient) pairs."""
         runtime = self.runtime
         runtime.before_gradients()
         runtime.account.holds()

@@ -97,7 +97,7 @@ class Group:
     replica: int = 0  # index of this rank's group among the replicas
     waits_on_host: bool = True  # False: `wait` only orders streams, and the host goes on (NCCL)
     imagined: bool = False  # the peers do not exist (planning)
-    peers_lag: bool = False  # peers count as still reading what they were sent last
+    peers_lag: bool = False  # in plans a StagingPool takes the buffer given back last for one that peers still read
     streams: Streams = Streams()
 
     def sent(self, nbytes: int) -> Sent:
@@ -120,7 +120,7 @@ class Control(Group, ABC):
 
     @property
     def alone(self) -> bool:
-        """True if no other rank exists that could differ from this one."""
+        """True if no other rank can differ from this one: in a world of one, and among imagined ranks, which do as this one."""
         return self.world_size == 1
 
     @property
