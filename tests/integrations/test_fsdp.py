@@ -1307,6 +1307,49 @@ def test_weights_that_tensor_parallelism_cuts_otherwise_are_not_taken_for_alike(
     run_processes(_cut_otherwise, 2, timeout_s=120)
 
 
+def _parts_apart(rank, ranks, options):
+    """What FSDP2 and the door do with the gradients of a unit that is held back alone, and with unshard() before the first forward."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    fsdp.configure(**options)
+    found = {}
+    for name, door in DOORS.items():
+        model = wrapped(door)
+        model.unshard()
+        model.blocks[0].unshard()
+        numbers = found[name] = [loss_of(model, rank, 0).item()]
+        for resumes_after_backward in (True, False):
+            model, part = (made := wrapped(door)), made.blocks[0]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            part.set_requires_gradient_sync(False)
+            for batch in range(2):
+                loss_of(model, rank, batch).backward()
+                if resumes_after_backward:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            part.set_requires_gradient_sync(True)
+            if resumes_after_backward:
+                loss_of(model, rank, 2).backward()
+            else:
+                assert part.up.weight.grad is None
+            numbers.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor().item())
+            optimizer.step()
+            numbers.append(sum(param.full_tensor().square().sum().item() for param in model.parameters()))
+        if door is fsdp:
+            loss_of(model, rank, 3).backward()
+            part.set_requires_gradient_sync(False)
+            with pytest.raises(zs.ZeroshardError, match=r"blocks.0: .* would be added to reduced ones. Hold back first"):
+                loss_of(model, rank, 4).backward()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, {"map_shared": False}, {"stage": 2}], ids=str)
+def test_a_unit_that_is_held_back_alone_waits_for_its_own_reduction(options):
+    found = run_processes(_parts_apart, 2, options, timeout_s=120)[0]
+    assert found["zeroshard"] == pytest.approx(found["torch"], rel=1e-6)
+
+
 class Fused(nn.Linear):
     """A matrix that state dicts show as two, of other rows each, as torchtitan's fused attention does."""
 

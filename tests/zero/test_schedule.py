@@ -106,3 +106,24 @@ def test_each_kind_of_step_that_begins_apart_from_the_models_forward_has_a_recor
         schedule.end(True)
     assert not schedule.notes and foreseen == [[], [], back[1:], [], back[1:], []]
     assert schedule.upcoming(True) == body + head
+
+
+def test_a_step_that_begins_with_a_submodule_called_alone_follows_the_same_record():
+    """Each step calls model.encoder, then the model: also a rank that skips a unit, or the encoder, has the record of all."""
+    encoder = Visit(0, False)
+    rest = [Visit(1, False), Visit(2, False), Visit(2, True), Visit(1, True), Visit(0, True)]
+    schedule = Schedule(NAMES)
+    for skipped in (None, 2, 0):
+        taken = []
+        for visit in [visit for visit in (encoder, *rest) if visit.unit != skipped]:
+            alone = visit == encoder or visit.backward
+            for other in schedule.skipped(visit, alone):
+                schedule.visit(other, True, alone)
+                taken.append(other)
+            schedule.visit(visit, True, alone)
+        taken += schedule.skipped(None)
+        for other in schedule.skipped(None):
+            schedule.visit(other, True, alone=True)
+        schedule.end(True)
+        assert taken == [visit for visit in (encoder, *rest) if visit.unit == skipped]
+        assert schedule.tracks[True].orders == {None: [encoder, *rest]} and not schedule.notes

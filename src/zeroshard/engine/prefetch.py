@@ -82,7 +82,7 @@ class Prefetcher:
         """
         if not unit.releases:
             return False
-        if False in unit.stays:
+        if unit.stays_after(backward=False):
             return True
         upcoming, seen = self.schedule.upcoming(training), {unit.number}
         if upcoming[:1] == [Visit(unit.number, False)]:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config, Placement, Tier
-from ..errors import ModelChanged
+from ..errors import ModelChanged, ZeroshardError
 from ..tensor.sharded_tensor import clear_local_grad, local_grad
 from ..utils import torch_compat
 from ..utils.work import pause
@@ -174,7 +174,13 @@ class Reductions:
         """Add a local gradient, of the shape of parameter `index` of the group. sync: to be reduced; else it is held back."""
         self.touched.add(group.specs[index].number)
         if not self.of[group.unit.number].started:
-            group.gradients.add(index, grad, sync and group.unit.number not in self.paused)
+            paused = sync and group.unit.number in self.paused
+            if paused and group.has_reduced:
+                raise ZeroshardError(
+                    f"{group.unit.name}: set_requires_gradient_sync(False) of a part holds back gradients that would be added to reduced ones. "
+                    "Hold back first and reduce last, or call zero_grad() between."
+                )
+            group.gradients.add(index, grad, sync and not paused)
         elif (group, index) in self._late:
             self._late[group, index].add_(grad)
         else:

@@ -357,7 +357,7 @@ class Runtime:
                 continue
             if unit.lends and not visit.backward:  # ranks that use it keep it until the forward is over
                 self.lend_out(unit)
-            elif visit.backward or not self.prefetcher.lives_on(unit, True):
+            elif not (unit.stays_after(True) if visit.backward else self.prefetcher.lives_on(unit, True)):
                 unit.reshard()
         if visits:
             names = ", ".join(dict.fromkeys(self.units[visit.unit].name for visit in visits))
@@ -475,7 +475,7 @@ class Runtime:
         if not unit.in_use:
             unit.entries.hide()
             unit.entries.swap_out()
-            if not (unit.releases and True in unit.stays):
+            if not unit.stays_after(backward=True):
                 unit.reshard()
 
     def end_backward(self) -> None:
@@ -596,7 +596,7 @@ class Runtime:
         if keep:
             return self._zero_others(set_to_none, keep)
         for group in self.groups:
-            if group.grads is None:
+            if group.grads is None or group.waits:
                 continue
             if set_to_none:
                 group.grads.drop()
@@ -610,7 +610,7 @@ class Runtime:
     def _zero_others(self, set_to_none: bool, keep: Collection[int]) -> None:
         before = self.gradient_writes()
         for group in self.groups:
-            if group.grads is not None:
+            if group.grads is not None and not group.waits:
                 indices = [index for index, param in enumerate(group.params) if id(param) not in keep]
                 self.reductions.touched -= {group.specs[index].number for index in indices}
                 group.drop_gradients(indices, to_zeros=not set_to_none)
@@ -629,9 +629,10 @@ class Runtime:
 
     def forget_backwards(self, to_zeros: bool = False, kept: Collection[int] = ()) -> None:
         """Reset the account of backwards since the last zero_grad. The caller drops or zeroes the gradients, but those `kept`."""
+        if not kept:
+            self.reductions.touched &= {spec.number for group in self.groups if group.waits for spec in group.specs}
         self.account.zeroed(holding=not self.sync or (self.account.held and bool(kept)))
         self.attendance.zero_grad(to_zeros)
-        self.reductions.touched = self.reductions.touched if kept else set()
 
 
 def runtime_of(model: nn.Module) -> Runtime:

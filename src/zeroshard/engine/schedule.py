@@ -42,8 +42,9 @@ class Track:
 
     @property
     def order(self) -> list[Visit]:
-        """The record that the present step follows; between steps that of a forward of the model."""
-        return self.orders.get(self.first, [])
+        """The record that the present step follows; between steps that of a forward of the model, and where it begins alike."""
+        usual = self.orders.get(None, [])
+        return usual if self.first in (None, *usual[:1]) else self.orders.get(self.first, [])
 
     def begins_apart(self, visit: Visit, alone: bool) -> bool:
         """Return whether a step begins with a visit that belongs to no forward of the model."""
@@ -128,5 +129,5 @@ class Schedule:
         if not track.current:
             return
         if not track.following or len(track.current) != len(track.order):  # a shorter step is a new record, too
-            track.orders[track.first] = track.current
+            track.orders[None if track.first in track.orders.get(None, [])[:1] else track.first] = track.current
         track.current, track.deviated, track.first = [], False, None

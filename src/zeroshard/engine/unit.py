@@ -173,7 +173,7 @@ class ParamGroup:
         if self.grads is None:
             return None
         self.runtime.moved.check("gradients")
-        if self.grads.holds and self._hides_sums:
+        if self.waits or (self.grads.holds and self.runtime.hides_sums):
             return None
         if self.grads.holds:
             raise ShardedAccessError(
@@ -198,7 +198,7 @@ class ParamGroup:
                 raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
             return
         home, slot, grads = self.homes[index], self.layout.slots[index], self.grads
-        if value is None and self._hides_sums:  # it has none
+        if value is None and (self.waits or self.runtime.hides_sums):  # it has none
             return
         if grads.holds:
             raise ModelChanged(
@@ -233,8 +233,9 @@ class ParamGroup:
             self.runtime.forget_backwards()  # the program has set every p.grad = None: the same as zero_grad
 
     @property
-    def _hides_sums(self) -> bool:
-        return self.runtime.hides_sums or self.unit.number in self.runtime.reductions.paused
+    def waits(self) -> bool:
+        """True if FSDP2's switch of this unit alone has held sums back: as there, nobody sees or drops them until they are reduced."""
+        return self.runtime.shows_masters and not self.runtime.account.held and self.grads is not None and self.grads.holds
 
     def parts(self, without: Collection[int]) -> list[int] | None:
         """Return the parameters with gradients that are not in `without` (ids); None if none of those with gradients is in it."""
@@ -513,6 +514,10 @@ class Unit:
                 f"{self.name}: its parameters were written (by a step, a load, in place) between a forward and its backward, whose "
                 "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
             )
+
+    def stays_after(self, backward: bool) -> bool:
+        """Return whether it stays gathered after a backward, or after a forward, as the program asks (FSDP2's set_reshard_after_*)."""
+        return self.releases and backward in self.stays
 
     def give_back(self) -> None:
         """Put the sharded parameters into the modules where a program's unshard() has put whole ones; no-op while it is in use."""

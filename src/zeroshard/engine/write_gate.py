@@ -70,7 +70,9 @@ class WriteGate:
 
     def mark(self, why: ZeroshardError | None, stale: Iterable[ParamHome] = ()) -> None:
         """Refuse the use of the model, or (None) let it be used again. stale: see the class."""
-        self.unusable, self.stale = why, set(stale)
+        stale = set(stale)
+        if not stale or self.unusable is None or self.stale:  # else it is a load that failed half-way, which only zs.load ends
+            self.unusable, self.stale = why, stale
 
     def renewed(self, home: ParamHome) -> None:
         """Note that this rank's slice of a parameter was, or is about to be, written anew as a whole, as every rank's is."""

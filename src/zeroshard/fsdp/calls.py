@@ -195,11 +195,12 @@ class Call:
 
         The sharded parameters go back into the modules, and take the places of the assigned ones in optimizers (`_now`).
         """
+        assert self.engine is not None
+        gathered = {id(whole) for _, whole in self.engine.computed_parameters()}  # that unshard() has put into modules
         for module, attribute, param in self.placed:
             given = own_parameters(module).get(attribute)
-            if (
-                given is None or given is param or given.is_meta or given.shape != param.shape
-            ):  # what can not be taken raises when used
+            # what can not be taken raises when used
+            if given is None or given is param or id(given) in gathered or given.is_meta or given.shape != param.shape:
                 continue
             if (info := info_of(given)) is not None:
                 raise ModelChanged(
