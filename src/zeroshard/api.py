@@ -320,17 +320,12 @@ def backward(model: nn.Module, loss: Tensor, *, weight: float) -> None:
 
     The step's gradient is sum(weight * grad) / sum(weight) over all ranks and all calls since zero_grad: every token has the same
     weight, however tokens are distributed over ranks and micro-batches. A step after plain backwards, too, raises ZeroshardError; so does
-    this where gradients are there that have met a step, a clip, or a zero_grad of another optimizer: call zero_grad of all first.
+    one with gradients that were there when an earlier step or clip divided them: call zero_grad after each step.
     """
     runtime = runtime_of(model)
     weight = _at_least_0("weight", weight)
     if weight == math.inf:
         raise ConfigError("weight: expected a finite number, got inf: the mean over all weights would not be a number.")
-    if runtime.account.settled:
-        raise ZeroshardError(
-            "zs.backward(model, loss, weight=...) beside gradients of before a step, zs.clip_grad_norm_ or another optimizer's zero_grad: "
-            "weights count from the zero_grad of all parameters. Call model.zero_grad() first."
-        )
     with runtime.account.weighted(weight):
         (loss * weight).backward()
 

@@ -38,9 +38,9 @@ class GradientAccount:
 
     backwards: number of backwards that are over on all ranks. plain: number of this rank's backwards without a weight
     (zs.backward), the one that is ending included. weighing: weight of the backward that runs; None: it has none. weight: sum of
-    this rank's weights. unweighted: some gradients came without a weight. settled: they were divided by weights, or some were
-    dropped: no further weight is that of all. held: some rank may hold sums back (zs.accumulate); the
-    same on every rank. lost: ids of parameters of which a failed backward has dropped earlier gradients. dropped: ids of those whose
+    this rank's weights since gradients were divided by them. weighed: there were some. unweighted: some gradients came without a
+    weight. settled: ids of parameters whose gradients were divided by weights, or dropped while weights count: no further weight is
+    that of all of theirs. held: some rank may hold sums back (zs.accumulate); the same on every rank. lost: ids of parameters of which a failed backward has dropped earlier gradients. dropped: ids of those whose
     gradients a zero_grad has dropped since gradients last came. unscaled: reduced gradients were divided by the
     loss scale. share: number by which they were divided to be a mean over the ranks that had a batch (zs.join). clipped: by
     optimizer's core, the result of the last clip, until it steps or another backward begins. stepped: cores that have been
@@ -55,7 +55,7 @@ class GradientAccount:
     def zeroed(self, holding: bool) -> None:
         """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
         self.backwards, self.plain, self.lost, self.unscaled = 0, 0, set[int](), False
-        self.weight, self.unweighted, self.settled, self.share = 0.0, False, False, 1.0
+        self.weight, self.weighed, self.unweighted, self.settled, self.share = 0.0, False, False, set[int](), 1.0
         self.change()
         self.held = holding
 
@@ -80,7 +80,7 @@ class GradientAccount:
     @contextlib.contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
         """Weight the backward inside by `weight` in the mean over ranks and micro-batches."""
-        self.weighing = weight
+        self.weighing, self.weighed = weight, True
         try:
             yield
         finally:
@@ -103,13 +103,14 @@ class GradientAccount:
         """Record a zero_grad of some parameters."""
         self.dropped |= keys
         self.lost -= keys
-        self.settled |= self.backwards > 0
+        self.settled = self.settled | keys if self.weighed else self.settled - keys
 
     def failed(self, keys: set[int]) -> None:
         """Record that a backward has failed, and that gradients of earlier ones are gone with it. keys: ids of what is trained."""
         self.lost = keys if self.backwards > 0 else self.lost
-        self.weight, self.unweighted, self.plain, self.share = 0.0, False, 0, 1.0
+        self.weight, self.weighed, self.unweighted, self.plain, self.share = 0.0, False, False, 0, 1.0
 
-    def undone(self, unscaled: bool) -> None:
-        """Record that gradients were divided by the mean weight of the ranks and, if `unscaled` (fp16), by the loss scale."""
-        self.unscaled, self.weight, self.unweighted, self.settled = unscaled, 0.0, False, self.backwards > 0
+    def undone(self, unscaled: bool, keys: set[int]) -> None:
+        """Record that gradients, those of `keys`, were divided by the mean weight of the ranks and, if `unscaled` (fp16), by the loss
+        scale."""
+        self.unscaled, self.weight, self.weighed, self.unweighted, self.settled = unscaled, 0.0, False, False, keys

@@ -187,11 +187,11 @@ class OptimizerCore:
 
     # -- agree -----------------------------------------------------------------------------------------------
 
-    def global_norm(self, without: Collection[int] = (), of: str = "") -> tuple[float, float]:
+    def global_norm(self, without: Collection[int], stepping: bool) -> tuple[float, float]:
         """Return the norm of the mean gradient over all ranks, and the divisor that turns gradients into that mean (collective).
 
         The norm is non-finite if any element is. The divisor is the loss scale times the mean weight (zs.backward). without: ids of
-        parameters that do not enter the norm. of: the `remark` of the optimizer that steps.
+        parameters that do not enter the norm. stepping: this optimizer does.
         """
         account = self.runtime.account
         scale = 1.0 if account.unscaled else self.runtime.progress.loss_scale  # the loss scale that reduced gradients still carry
@@ -204,7 +204,7 @@ class OptimizerCore:
         form = struct.Struct(f"<{'d?' if weights else ''}{len(watches)}Q")
         again = "" if self._found() is None else " anew (it was not finite, or gradients were written since, or dropped)"
         (total, weight, weighted, plain), told = self.world.compare(
-            form.pack(*weights, *fingerprints), f"optimizer step{of}: gradient norm{again}{self.runtime.attendance.remark()}",
+            form.pack(*weights, *fingerprints), f"optimizer step{self.remark if stepping else ''}: gradient norm{again}{self.runtime.attendance.remark()}",
             (total, account.weight, bool(account.weight), account.unweighted),
         )  # fmt: skip
         rows = [(*weights, *fingerprints)] * self.world.world_size if told is None else [form.unpack(part) for part in told]
@@ -219,6 +219,12 @@ class OptimizerCore:
             raise ZeroshardError(
                 "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
                 "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
+            )
+        counting = [core.runtime.account.settled & core.runtime.with_gradients for core in self.allied]
+        if weighted and any(ids & self.group_of.keys() if stepping else ids.difference(without) for ids in counting):
+            raise ZeroshardError(
+                "zs.backward(model, loss, weight=...) has added to gradients of before a step, zs.clip_grad_norm_ or another optimizer's "
+                "zero_grad: weights count from the zero_grad of all parameters that are stepped. Call it after each step."
             )
         mean = weight / self.comm.world_size if weight else 1.0  # gradients are sum(weight * g) / ranks, if Topology.summed is 1
         return (math.sqrt(total) if total >= 0 else math.nan) / mean, scale * mean
@@ -240,7 +246,7 @@ class OptimizerCore:
             for core in self.allied:
                 if not core.runtime.hides_sums:
                     core.runtime.flush(core.group_of if stepping else None)
-            norm, divisor = self.global_norm(without, self.remark if stepping else "")
+            norm, divisor = self.global_norm(without, stepping)
         elif found.of_ally and found.max_norm == max_norm:  # the clip of another stage's core has scaled these gradients too
             self.runtime.account.clipped[self] = replace(found, of_ally=False)
             return found.norm
@@ -253,7 +259,7 @@ class OptimizerCore:
             account = core.runtime.account
             if core._usable(norm):
                 core._scale(coefficient, divisor, stepping and core is self, without)
-                account.undone(unscaled=core.runtime.progress.scaler is not None)
+                account.undone(core.runtime.progress.scaler is not None, core.runtime.with_gradients)
             clipped = Clipped(norm, coefficient, max_norm, core.runtime.gradient_writes(), of_ally=core is not self)
             account.clipped |= dict.fromkeys([core] if without else [core, *core.cores], clipped)
         return norm

@@ -564,6 +564,11 @@ class Runtime:
         """The ids of the parameters that may have gradients."""
         return {id(param) for group in self.groups if group.grads is not None for param in group.params}
 
+    @property
+    def with_gradients(self) -> set[int]:
+        """The ids of the parameters for which some rank has a gradient."""
+        return {id(param) for group in self.groups for param, active in zip(group.params, group.active, strict=True) if active}
+
     def flush(self, used: Collection[int] | None = None) -> None:
         """Reduce local sums held back, before gradients are used (collective); raise if a failed backward has lost gradients.
 

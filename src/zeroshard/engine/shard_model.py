@@ -361,9 +361,8 @@ def _store(group: ParamGroup, index: int, value: Tensor) -> None:
     if isinstance(value, ShardedTensor):
         owner: Any = value._home
         # compare the cuts of all ranks: for a small parameter they may agree on some ranks alone, and the gather needs every rank
-        parts = {None if each.hidden_cut is None else each.hidden_cut.part for each in (owner, home)}
-        alike = len(parts) == 1 and all(owner.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size))
-        piece = value._local if alike else home.slice_of(value.full_tensor().detach())
+        alike = all(owner.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size))
+        piece = value._local if alike else value.gathered().reshape(-1)[home.start : home.stop]
     else:
         piece = value.detach().reshape(-1)[home.start : home.stop]
     behind = group.values.behind

@@ -212,7 +212,7 @@ class ParamGroup:
                 raise ModelChanged(f"{home.name}.grad was assigned a tensor of shape {got}: expected the parameter's, {wanted}.")
             self.refuse_gradient_write()
             if isinstance(value, ShardedTensor):
-                slice_like(value, home, wanted)
+                slice_like(value, home, wanted, whole=grads.replicated)
             elif home.hidden_cut is not None:
                 value = home.wrap(home.slice_of(value), value.dtype)
         self.runtime.unscale()
@@ -229,6 +229,7 @@ class ParamGroup:
             grads.store(home.begin, place)
         grads.reduced = grads.reduced or value is not None
         self.active[index] = value is not None
+        self.runtime.account.settled.discard(id(self.params[index]))
         if value is None and not any(group.has_gradients for group in self.runtime.groups):
             self.runtime.forget_backwards()  # the program has set every p.grad = None: the same as zero_grad
 

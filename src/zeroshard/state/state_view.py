@@ -201,7 +201,7 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
         return
     places = {id(param): (group, index) for group in groups for index, param in enumerate(group.params)}
     states = {
-        key: {name: _cut(*places[key], value) for name, value in each.items()} if key in places else each
+        key: {name: _cut(core, *places[key], value) for name, value in each.items()} if key in places else each
         for key, each in states.items()
     }
     # a scalar parameter does not show which states are one number per parameter: its columns have the same shape ()
@@ -235,14 +235,14 @@ def load_state(core: OptimizerCore, states: Mapping[int, Mapping[str, object]]) 
     _load_outside(core, states)
 
 
-def _cut(group: ParamGroup, index: int, value: object) -> object:
+def _cut(core: OptimizerCore, group: ParamGroup, index: int, value: object) -> object:
     """Return a state as it came, but two kinds as this rank's slice: a DTensor of the parameter's shape (collective), and
     a whole tensor where the parameter shows a larger one."""
     home = group.homes[index]
     if not isinstance(value, Tensor) or tuple(value.shape) != home.shape:
         return value
     if isinstance(value, ShardedTensor):
-        slice_like(value, home, home.shape)
+        slice_like(value, home, home.shape, whole=core.replicated)
         return value
     cut = torch_compat.is_distributed(value) or home.hidden_cut is not None
     return home.wrap(home.slice_of(value).clone(), value.dtype) if cut else value
@@ -311,7 +311,7 @@ def write_entry(core: OptimizerCore, param: Tensor, key: str, value: object) -> 
         if core.replicated and home.hidden_cut is not None:
             # `shown` is a DTensor; its local tensor is this rank's part, all of which is stored here
             check_shape(shown, value, name)
-            value = _cut(run.group, index, value)
+            value = _cut(core, run.group, index, value)
             assert isinstance(value, ShardedTensor)
             write_state(view := torch_compat.local_part(shown), value.gathered(), name)
         else:

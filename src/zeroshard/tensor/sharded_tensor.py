@@ -502,11 +502,15 @@ def _rows(func: OpOverload, args: tuple, kwargs: dict) -> object:
     return _alias(source, held, shape, home)
 
 
-def slice_like(tensor: ShardedTensor, home: Home, shape: Sequence[int]) -> Tensor:
-    """Return this rank's slice of a sharded tensor. Raise ShardedAccessError if it is cut otherwise than `home`'s of that shape."""
+def slice_like(tensor: ShardedTensor, home: Home, shape: Sequence[int], whole: bool = False) -> Tensor:
+    """Return this rank's slice of a sharded tensor. Raise ShardedAccessError if it is cut otherwise than `home`'s of that shape.
+
+    whole: the caller gathers it, so ZeRO may have cut it otherwise, and tensor parallelism alone may not.
+    """
     own = tensor._home
     parts = [None if each.hidden_cut is None else each.hidden_cut.part for each in (own, home)]
-    if tuple(tensor.shape) != tuple(shape) or (own.start, own.stop, parts[0]) != (home.start, home.stop, parts[1]):
+    same = whole or (own.start, own.stop) == (home.start, home.stop)
+    if tuple(tensor.shape) != tuple(shape) or parts[0] != parts[1] or not same:
         raise ShardedAccessError(
             f"{own.name} {tuple(tensor.shape)} and {home.name} {tuple(shape)} are cut "
             "differently: expected two tensors sharded alike. Take full_tensor() of both, on all ranks."
