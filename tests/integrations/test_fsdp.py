@@ -1336,6 +1336,31 @@ def _parts_apart(rank, ranks, options):
             optimizer.step()
             numbers.append(sum(param.full_tensor().square().sum().item() for param in model.parameters()))
         if door is fsdp:
+            finalized, usual = wrapped(door), wrapped(door)
+            finalized.set_manual_backward_finalization(True)
+            finalized.finalize_backward()  # before the first forward it does nothing
+            for batch in range(2):  # as torch 2.15 has it: held back, and reduced by a call of its own
+                finalized.set_requires_gradient_sync(False)
+                loss_of(finalized, rank, batch).backward()
+                finalized.finalize_backward()
+                assert all(param.grad is None for param in finalized.parameters())
+                usual.set_requires_gradient_sync(batch == 1)
+                loss_of(usual, rank, batch).backward()
+            finalized.set_requires_gradient_sync(True)
+            finalized.finalize_backward(async_op=True).wait()
+            for one, other in zip(finalized.parameters(), usual.parameters(), strict=True):
+                assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor())
+            finalized.set_keep_unsharded_storage(False)
+            with pytest.raises(zs.ConfigError, match=r"does not serve set_keep_unsharded_storage.*configure\(stage=2\)"):
+                finalized.set_keep_unsharded_storage(True)
+            places = set()
+            hook = part.register_forward_hook(lambda module, *_: places.add(module.up.weight.data_ptr()))
+            for batch in range(2):  # the remedy of that error
+                loss_of(model, rank, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            hook.remove()
+            assert len(places) == 1 or options != {"stage": 2}
             loss_of(model, rank, 3).backward()
             part.set_requires_gradient_sync(False)
             with pytest.raises(zs.ZeroshardError, match=r"blocks.0: .* would be added to reduced ones. Hold back first"):

@@ -199,6 +199,19 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         """Deprecated name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Take the setting of torch 2.15's FSDP2. Here each backward ends by itself, and `finalize_backward` does what is left."""
+
+    def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
+        """Reduce the sums that the model's backwards have held back, unless they still are to be (collective).
+
+        async_op: return a handle; there is nothing left to wait for. No-op before the model's first forward.
+        """
+        root = call_of(self).root
+        if root is not None and root.engine is not None and root.entered and root.sync:
+            root.engine.flush()
+        return _Handle(lambda: None) if async_op else None
+
     # -- what only chooses how FSDP2 overlaps its collectives: taken, without effect on any number --------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -266,6 +279,14 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Take FSDP2's setting, with a warning: buffers come from torch's allocator."""
         _unused("set_symm_mem_for_comm")
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Raise ConfigError if `keep`: a unit has no gathered memory of its own between its uses."""
+        if keep:
+            _refuse(
+                "set_keep_unsharded_storage(True)",
+                "with zeroshard.fsdp.configure(stage=2) parameters are whole at rest, and keep their place",
+            )
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Raise ConfigError: zeroshard's communicators are others (`zeroshard.seam.register(comm=)`)."""
