@@ -320,7 +320,7 @@ def backward(model: nn.Module, loss: Tensor, *, weight: float) -> None:
 
     The step's gradient is sum(weight * grad) / sum(weight) over all ranks and all calls since zero_grad: every token has the same
     weight, however tokens are distributed over ranks and micro-batches. A step after plain backwards, too, raises ZeroshardError; so does
-    one with gradients that were there when an earlier step or clip divided them: call zero_grad after each step.
+    one whose gradients were added to some that an earlier step or clip has divided: call zero_grad after each step.
     """
     runtime = runtime_of(model)
     weight = _at_least_0("weight", weight)

@@ -54,7 +54,7 @@ from .engine.runtime import FIRST_USE, Runtime, runtime_of
 from .engine.saved_parameters import SavedParameters
 from .engine.sizes import BUFFERS, Group, rests_away
 from .engine.topology import Parts, Topology, needed
-from .engine.user_hooks import ONE_OPTIMIZER, other_optimizers
+from .engine.user_hooks import ONE_OPTIMIZER
 from .guard import telling
 from .guard.uneven import Batch, Together, joining
 from .packing.codecs import Codec
@@ -98,7 +98,7 @@ __all__ = [  # noqa: RUF022  # by subject
     # tensors of which a rank holds a slice, and parts of larger ones
     "Box", "NOT_SHARDED", "Part", "ReplicatedParameter", "SavedParameters", "ShardedParameter", "ShardedTensor", "Shown", "StateColumn", "boxes_of", "overlap", "stays_whole",
     # optimizers
-    "ONE_OPTIMIZER", "Optimizers", "Options", "State", "inner_copy", "kind_of", "other_optimizers",
+    "ONE_OPTIMIZER", "Optimizers", "Options", "State", "inner_copy", "kind_of",
     # how a model is laid out, for formulas
     "ALIGNMENT", "BUFFERS", "GPU_CHUNK_NUMEL", "Group", "LARGE_FRACTION", "RECEIVED_NBYTES", "ROOT", "collect", "find_blocks",
     "most_gathered", "partition", "rests_away", "round_up",

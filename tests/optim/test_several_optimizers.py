@@ -1165,7 +1165,7 @@ def test_weights_count_from_the_zero_grad_of_all(before):
         before(model, *optimizers, weigh)
         for _ in range(2):
             weigh(1)
-            with pytest.raises(zs.ZeroshardError, match=r"zs\.backward.* has added to gradients of before a step, "):
+            with pytest.raises(zs.ZeroshardError, match=r"gradients of zs\.backward.* were added to some that an earlier step"):
                 zs.clip_grad_norm_(model, 0.1)
         model.zero_grad()
         weigh(1)
@@ -1301,3 +1301,56 @@ def test_optimizers_that_take_turns_have_their_own_weighted_means(by_hand):
         for state in run_threads(WORLD, functools.partial(rank_run, stage=stage)):
             for name, value in model.state_dict().items():
                 torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=f"{stage} {name}")
+
+
+def adds_up(first, second, weigh):
+    """The second adds up while the first steps."""
+    weigh(0)
+    first.step()
+    first.zero_grad()
+    weigh(1)
+    first.step()
+
+
+def drops_between(first, second, weigh):
+    """Of the second's two gradients one is dropped, and weights of both count."""
+    weigh(0)
+    second.zero_grad()
+    weigh(1)
+    first.step()
+
+
+def clips_between(first, second, weigh):
+    """A gradient that was assigned anew is as divided as it was."""
+    weigh(0)
+    zs.clip_grad_norm_(first.param_groups[0]["model"], 1.0)
+    for param in second.param_groups[0]["params"]:
+        param.grad = param.grad * 1.0
+    weigh(1)
+
+
+@pytest.mark.parametrize("before", [adds_up, drops_between, clips_between], ids=lambda each: each.__name__)
+def test_a_step_of_weighted_gradients_that_are_no_mean_is_refused(before):
+    """Also if another optimizer has divided them since; after zero_grad training goes on."""
+
+    def rank_run(rank, stage):
+        model = copy.deepcopy(MODEL)
+        zs.shard(model, stage=stage)
+        first, second = interleaved(model)
+        first.param_groups[0]["model"] = model
+
+        def weigh(number):
+            zs.backward(model, model(*DATA[number][0][rank]), weight=[3.0, 0.0][rank])
+
+        before(first, second, weigh)
+        for _ in range(2):
+            with pytest.raises(zs.ZeroshardError, match=r"they are no mean\. Call zero_grad\(\) of each optimizer"):
+                second.step()
+        if before is clips_between:  # no step has divided by the last weight, which the first's gradients still have
+            first.zero_grad()
+        second.zero_grad()
+        weigh(2)
+        second.step()
+
+    for stage in STAGES:
+        run_threads(WORLD, functools.partial(rank_run, stage=stage))

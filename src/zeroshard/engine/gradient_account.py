@@ -3,6 +3,7 @@
     came     a parameter has got a local gradient                ending   a backward is over on this rank
     failed   a backward raised, and all gradients were dropped   undone   zs.clip_grad_norm_ or a step has divided gradients by
     zeroed   zero_grad has dropped all gradients                          the loss scale and the mean weight
+    drops    a zero_grad has dropped some
 
 The account only records: the runtime scales and reduces gradients, the optimizer clips them.
 """
@@ -36,16 +37,19 @@ class Clipped:
 class GradientAccount:
     """Account of one model's gradients. Any code may read the fields; the runtime and the optimizer's core write them.
 
-    backwards: number of backwards that are over on all ranks. plain: number of this rank's backwards without a weight
-    (zs.backward), the one that is ending included. weighing: weight of the backward that runs; None: it has none. weight: sum of
-    this rank's weights since gradients were divided by them. weighed: there were some. unweighted: some gradients came without a
-    weight. settled: ids of parameters whose gradients were divided by weights, or dropped while weights count: no further weight is
-    that of all of theirs. held: some rank may hold sums back (zs.accumulate); the same on every rank. lost: ids of parameters of which a failed backward has dropped earlier gradients. dropped: ids of those whose
-    gradients a zero_grad has dropped since gradients last came. unscaled: reduced gradients were divided by the
-    loss scale. share: number by which they were divided to be a mean over the ranks that had a batch (zs.join). clipped: by
-    optimizer's core, the result of the last clip, until it steps or another backward begins. stepped: cores that have been
-    called to step with these gradients: one step of the model. skipped: those that were skipped, and so belong to it if they
-    step again. advanced: one of them was not skipped.
+    backwards: number of backwards that are over on all ranks. plain: number of this rank's backwards without a weight (zs.backward),
+    the one that is ending included. weighing: weight of the backward that runs; None: it has none. weight: sum of this rank's
+    weights since gradients were last divided by them. weighed: there were some. unweighted: some gradients came without a weight.
+
+    By ids of parameters. divided: their gradients were divided, by weights or by 1. short: dropped while weights count, so that the
+    sum of weights is more than theirs. mixed: what was divided or short has met a division by further weights, and is no mean.
+
+    held: some rank may hold sums back (zs.accumulate); the same on every rank. lost: ids of parameters of which a failed backward
+    has dropped earlier gradients. dropped: ids of those whose gradients a zero_grad has dropped since gradients last came.
+    unscaled: reduced gradients were divided by the loss scale. share: number by which they were divided to be a mean over the ranks
+    that had a batch (zs.join). clipped: by optimizer's core, the result of the last clip, until it steps or another backward begins.
+    stepped: cores that have been called to step with these gradients: one step of the model. skipped: those that were skipped, and
+    so belong to it if they step again. advanced: one of them was not skipped.
     """
 
     def __init__(self) -> None:
@@ -55,7 +59,8 @@ class GradientAccount:
     def zeroed(self, holding: bool) -> None:
         """Reset the account at zero_grad. holding: the call is inside zs.accumulate."""
         self.backwards, self.plain, self.lost, self.unscaled = 0, 0, set[int](), False
-        self.weight, self.weighed, self.unweighted, self.settled, self.share = 0.0, False, False, set[int](), 1.0
+        self.weight, self.weighed, self.unweighted, self.share = 0.0, False, False, 1.0
+        self.divided, self.short, self.mixed = set[int](), set[int](), set[int]()
         self.change()
         self.held = holding
 
@@ -100,17 +105,29 @@ class GradientAccount:
         self.held, self.dropped = True, set()
 
     def drops(self, keys: set[int]) -> None:
-        """Record a zero_grad of some parameters."""
+        """Record a zero_grad of some parameters, or `p.grad = None`."""
         self.dropped |= keys
         self.lost -= keys
-        self.settled = self.settled | keys if self.weighed else self.settled - keys
+        self.divided -= keys
+        self.mixed -= keys
+        if self.weighed:
+            self.short |= keys
+        else:
+            self.short -= keys
 
     def failed(self, keys: set[int]) -> None:
         """Record that a backward has failed, and that gradients of earlier ones are gone with it. keys: ids of what is trained."""
         self.lost = keys if self.backwards > 0 else self.lost
         self.weight, self.weighed, self.unweighted, self.plain, self.share = 0.0, False, False, 0, 1.0
+        self.divided, self.short, self.mixed = set(), set(), set()
+
+    def no_mean(self, weighted: bool) -> set[int]:
+        """Return the ids of parameters whose gradients are no mean of weighted ones. weighted: some rank's weights count now."""
+        return self.mixed | self.divided | self.short if weighted else self.mixed
 
     def undone(self, unscaled: bool, keys: set[int]) -> None:
         """Record that gradients, those of `keys`, were divided by the mean weight of the ranks and, if `unscaled` (fp16), by the loss
         scale."""
-        self.unscaled, self.weight, self.weighed, self.unweighted, self.settled = unscaled, 0.0, False, False, keys
+        self.mixed = self.no_mean(self.weighed) & keys
+        self.divided, self.short = keys, set()
+        self.unscaled, self.weight, self.weighed, self.unweighted = unscaled, 0.0, False, False

@@ -220,12 +220,15 @@ class OptimizerCore:
                 "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
                 "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
             )
-        counting = [core.runtime.account.settled & core.runtime.with_gradients for core in self.allied]
-        if weighted and any(ids & self.group_of.keys() if stepping else ids.difference(without) for ids in counting):
-            raise ZeroshardError(
-                "zs.backward(model, loss, weight=...) has added to gradients of before a step, zs.clip_grad_norm_ or another optimizer's "
-                "zero_grad: weights count from the zero_grad of all parameters that are stepped. Call it after each step."
-            )
+        for core in self.allied:
+            spoiled = core.runtime.account.no_mean(bool(weighted))
+            spoiled = spoiled & core.runtime.with_gradients if spoiled else spoiled
+            if spoiled & core.group_of.keys() if stepping else spoiled.difference(without):
+                raise ZeroshardError(
+                    "gradients of zs.backward(model, loss, weight=...) were added to some that an earlier step or zs.clip_grad_norm_ has "
+                    "divided, or a zero_grad dropped a part of them: they are no mean. Call zero_grad() of each optimizer right after its "
+                    "step, or model.zero_grad()."
+                )
         mean = weight / self.comm.world_size if weight else 1.0  # gradients are sum(weight * g) / ranks, if Topology.summed is 1
         return (math.sqrt(total) if total >= 0 else math.nan) / mean, scale * mean
 

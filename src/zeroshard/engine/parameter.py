@@ -17,9 +17,10 @@ from ..tensor.home import Home, Shown
 from ..tensor.part import Distribution, Part, Piece, part_of
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils.aligned import bytes_of
+from ..utils.referred_optimizers import other_optimizers
 from ..utils.torch_compat import is_distributed
 from .comm.base import Comm
-from .user_hooks import ONE_OPTIMIZER, UserHook, other_optimizers
+from .user_hooks import ONE_OPTIMIZER, UserHook
 
 if TYPE_CHECKING:
     from .unit import ParamGroup

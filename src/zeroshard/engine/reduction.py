@@ -175,10 +175,10 @@ class Reductions:
         self.touched.add(group.specs[index].number)
         if not self.of[group.unit.number].started:
             paused = sync and group.unit.number in self.paused
-            if paused and group.has_reduced:
+            if paused and group.has_reduced and group.gradients.replicated:  # the sums would lie where the reduced ones are
                 raise ZeroshardError(
-                    f"{group.unit.name}: set_requires_gradient_sync(False) of a part holds back gradients that would be added to reduced ones. "
-                    "Hold back first and reduce last, or call zero_grad() between."
+                    f"{group.unit.name}: set_requires_gradient_sync(False) of a part holds back gradients beside reduced ones, which stage 0 has no "
+                    "memory for. Choose another stage, or call zero_grad() between."
                 )
             group.gradients.add(index, grad, sync and not paused)
         elif (group, index) in self._late:
@@ -678,12 +678,20 @@ class GradientBuffer:
 
     def drop(self) -> None:
         """Drop the reduced gradient and the sums held back (zero_grad)."""
-        self.reduced, self.factor = False, 1.0
-        self.drop_held()
+        self.drop_reduced()
+        self._release_held()
 
     def drop_held(self) -> None:
         """Drop the local sums that were held back."""
         self._release_held()
+        self._drop_carry()
+
+    def drop_reduced(self) -> None:
+        """Drop the reduced gradient."""
+        self.reduced, self.factor = False, 1.0
+        self._drop_carry()
+
+    def _drop_carry(self) -> None:
         if self.carry is not None:
             self.ledger.strike(PARTIAL, self.carry.nbytes)
             self.carry = None

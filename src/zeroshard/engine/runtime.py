@@ -601,13 +601,14 @@ class Runtime:
         if keep:
             return self._zero_others(set_to_none, keep)
         for group in self.groups:
-            if group.grads is None or group.waits:
+            if group.grads is None:
                 continue
             if set_to_none:
-                group.grads.drop()
+                group.grads.drop_reduced() if group.waits else group.grads.drop()
                 group.active = [False] * len(group.specs)
             else:
-                group.grads.drop_held()  # first: at stage 1 sums are held where the reduced shard rests, which is elsewhere meanwhile
+                if not group.waits:
+                    group.grads.drop_held()  # first: at stage 1 sums are held where the reduced shard rests, which is elsewhere meanwhile
                 if group.grads.reduced:
                     group.grads.zero()
         self.forget_backwards(to_zeros=not set_to_none)
@@ -615,9 +616,9 @@ class Runtime:
     def _zero_others(self, set_to_none: bool, keep: Collection[int]) -> None:
         before = self.gradient_writes()
         for group in self.groups:
-            if group.grads is not None and not group.waits:
+            if group.grads is not None:
                 indices = [index for index, param in enumerate(group.params) if id(param) not in keep]
-                self.reductions.touched -= {group.specs[index].number for index in indices}
+                self.reductions.touched -= {group.specs[index].number for index in indices if not group.waits}
                 group.drop_gradients(indices, to_zeros=not set_to_none)
         now = self.gradient_writes()
         for core, found in self.account.clipped.items():  # a clip still holds for the gradients that are kept

@@ -173,9 +173,9 @@ class ParamGroup:
         if self.grads is None:
             return None
         self.runtime.moved.check("gradients")
-        if self.waits or (self.grads.holds and self.runtime.hides_sums):
+        if self.grads.holds and (self.runtime.hides_sums or (self.waits and not self.has_reduced)):
             return None
-        if self.grads.holds:
+        if self.grads.holds and not self.waits:
             raise ShardedAccessError(
                 f"{self.specs[index].name}.grad: backwards inside zs.accumulate, or after set_requires_gradient_sync(False), have added to "
                 "it what only this rank has. Run the last backward outside of it, after set_requires_gradient_sync(True), first; or take "
@@ -198,7 +198,7 @@ class ParamGroup:
                 raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
             return
         home, slot, grads = self.homes[index], self.layout.slots[index], self.grads
-        if value is None and (self.waits or self.runtime.hides_sums):  # it has none
+        if value is None and self.grads.holds and (self.waits or self.runtime.hides_sums):  # it has none
             return
         if grads.holds:
             raise ModelChanged(
@@ -229,13 +229,18 @@ class ParamGroup:
             grads.store(home.begin, place)
         grads.reduced = grads.reduced or value is not None
         self.active[index] = value is not None
-        self.runtime.account.settled.discard(id(self.params[index]))
-        if value is None and not any(group.has_gradients for group in self.runtime.groups):
-            self.runtime.forget_backwards()  # the program has set every p.grad = None: the same as zero_grad
+        account, key = self.runtime.account, id(self.params[index])
+        if value is not None and not account.weighed:
+            account.divided.add(key)
+        if value is None:
+            account.drops({key})
+            if not any(group.has_gradients and not group.waits for group in self.runtime.groups):
+                self.runtime.forget_backwards()  # the program has set every p.grad = None: the same as zero_grad
 
     @property
     def waits(self) -> bool:
-        """True if FSDP2's switch of this unit alone has held sums back: as there, nobody sees or drops them until they are reduced."""
+        """True if this rank holds sums back by FSDP2's switch of this unit alone. As in FSDP2 nobody sees or drops them until they are
+        reduced; while all of the model is held back, they are as the others."""
         return self.runtime.shows_masters and not self.runtime.account.held and self.grads is not None and self.grads.holds
 
     def parts(self, without: Collection[int]) -> list[int] | None:
@@ -256,7 +261,8 @@ class ParamGroup:
 
     def drop_gradients(self, indices: Collection[int], to_zeros: bool) -> None:
         """Drop the gradients of some parameters, reduced ones and sums held back; to_zeros: set reduced ones to zero instead."""
-        self.gradients.unhold(indices)
+        if not self.waits:
+            self.gradients.unhold(indices)
         dropped = [index for index in indices if self.active[index]]
         for index in indices if not to_zeros else ():
             self.active[index] = False

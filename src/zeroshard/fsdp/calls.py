@@ -104,6 +104,7 @@ class Call:
     entered = False  # a forward has begun
     joined: list[Call]  # of a holder of several models (`Several`): their roots
     reduces = all_reduces = True  # `set_requires_gradient_sync`, `set_requires_all_reduce`
+    syncs = True  # of the root: backwards reduce gradients of some unit
     factor: float | None = None  # `set_gradient_divide_factor`
     whole_mesh: DeviceMesh | None = None  # with the axes that cut parameters, if the program has said which are data-parallel
 
@@ -327,6 +328,8 @@ class Call:
         for call in (root, *inner):
             if call.factor is not None:
                 root.engine.units(call.managed()).divide_gradients(call.factor)  # type: ignore[union-attr]
+            if call.reshard_after_forward is False:
+                root.engine.units(call.managed()).stay(False, True)  # type: ignore[union-attr]
         expect_late_optimizers()
         return root
 
@@ -335,9 +338,9 @@ class Call:
         calls = {call_of(module) for module in self.tree() if STATE in module.__dict__}
         still = [call for call in calls if not (call.sync or call.joined)]
         if self.engine is not None:
-            syncs = len(still) < len(calls) - bool(self.joined)
-            self.module.require_backward_grad_sync = syncs  # type: ignore[assignment]
-            self.engine.units({module for call in still for module in call.managed()} if syncs else ()).pause()
+            self.syncs = len(still) < len(calls) - bool(self.joined)
+            self.module.require_backward_grad_sync = self.syncs  # type: ignore[assignment]
+            self.engine.units({module for call in still for module in call.managed()} if self.syncs else ()).pause()
 
     def reopen(self) -> None:
         """Close the model of this root, whose parameters become the program's own again (collective): an outer call follows."""

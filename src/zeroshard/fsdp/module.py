@@ -203,13 +203,13 @@ class FSDPModule(torch_fsdp.FSDPModule, _Module):
         """Take the setting of torch 2.15's FSDP2. Here each backward ends by itself, and `finalize_backward` does what is left."""
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
-        """Reduce the sums that the model's backwards have held back, unless they still are to be (collective).
+        """Reduce the gradients that backwards have held back, but those of units that still hold them back (collective).
 
         async_op: return a handle; there is nothing left to wait for. No-op before the model's first forward.
         """
-        root = call_of(self).root
-        if root is not None and root.engine is not None and root.entered and root.sync:
-            root.engine.flush()
+        root = call_of(self).root  # not `_engine`, which would be the model's first use
+        if root is not None and root.engine is not None and root.entered and root.syncs:
+            root.engine.held_gradients.reduce()
         return _Handle(lambda: None) if async_op else None
 
     # -- what only chooses how FSDP2 overlaps its collectives: taken, without effect on any number --------------------------

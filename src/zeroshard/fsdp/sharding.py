@@ -38,8 +38,7 @@ def fully_shard(
 
     Args:
         mesh: of one axis, over which states are sharded; or of two, replicated along the outer one (HSDP). None: all ranks.
-        reshard_after_forward: False: gathered until the backward, if it is False of all units (else the unit is gathered again, unless it
-            is the next one to be used); a number: the ranks over which a second copy stays sharded (zero_hpz_partition_size).
+        reshard_after_forward: False: gathered until the backward; a number: the ranks over which a second copy stays sharded (zero_hpz_partition_size).
         shard_placement_fn: called for each parameter; Shard of any axis and None are the same here, since a rank's slice is a range of
             the flattened parameter.
         mp_policy: param_dtype: the dtype in which the unit computes, with fp32 masters; reduce_dtype: in which gradients are sent;

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..seam import ONE_OPTIMIZER, ParamSpec, other_optimizers
+from ..seam import ONE_OPTIMIZER, ParamSpec
+from ..utils.referred_optimizers import other_optimizers
 from ..utils.torch_compat import post_accumulate_hooks
 from .lion import Lion
 from .step_probe import KEEPS_GRADIENTS, Sends, departure, sends

@@ -103,6 +103,12 @@ class HeldGradients:
         runtime.account.ending()
         runtime.account.backwards += 1
 
+    def reduce(self) -> None:
+        """Reduce the sums, also those of units that were held back alone, but not of units that still are (collective)."""
+        self.runtime.recover()
+        self.runtime.before_gradients()
+        self.runtime.reduce_all()
+
     def begin_reductions(self) -> None:
         """Start to reduce the sums at the end of a pipeline's step."""
         for unit in reversed(self.runtime.units):  # about the order in which backward would have completed them

@@ -67,7 +67,7 @@ class StagingPool:
     def take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region]:
         """Take a free buffer: return its number, for `give`, and a region of `numel` elements over it (whole, or one shard)."""
         assert numel * dtype.itemsize <= self.nbytes
-        if self.comm.control.alone or not self.comm.waits_on_host:  # alone, in plans: a take inside a hop begins no other hops
+        if self.comm.control.alone or not self.comm.waits_on_host:  # alone, as in plans: a wait here would begin other hops
             free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
             # a drained buffer, else the one whose reduction began first, as it will be drained first
             number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
